@@ -1,0 +1,533 @@
+//! The engine: started once in a process, or once a GPU.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use tokio::runtime::Runtime;
+use tokio::sync::{mpsc, oneshot};
+
+use super::group::Group;
+use super::handle::HandleCore;
+use super::recv::{GrantError, GrantSpec, RecvRoom};
+use super::registry::Registry;
+use super::send::{OpenError, OpenOptions, SendRoom, WriteError};
+use crate::config::{ConfigError, EngineConfig};
+use crate::control::{ConnectError, Control, ControlSetup, PeerTable};
+use crate::ids::{Epoch, Incarnation, Micros, Role, RoomId};
+use crate::memory::{LayoutError, POOLS_MAX, Pool, PoolId};
+use crate::peers::{FabricInfo, PeerHealth, PeerInfo};
+use crate::room::cell::RoomCell;
+use crate::worker::Queues;
+use crate::worker::run::{IoReport, WorkerError, WorkerSetup, spawn};
+use crate::worker::stats::SharedStats;
+use crate::worker::submit::{GrantOrder, SUBMISSIONS, Submission};
+use crate::worker::wake::{Wakeup, WorkerMail};
+
+/// Messages of peers that may wait for the worker; more hold the sessions back.
+const INBOX: usize = 4096;
+/// Reports of the worker that may wait for the control plane; more wait in the worker.
+const OUTBOX: usize = 4096;
+/// How often counters are published through the `metrics` facade.
+const PUBLISH_EVERY: Duration = Duration::from_secs(1);
+/// How long a shutdown waits for sessions to be closed in good order.
+const CLOSE_WAIT: Duration = Duration::from_secs(1);
+
+/// An engine could not start.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StartError {
+    /// A setting cannot be.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The address cannot be listened on.
+    #[error("cannot listen on {addr}: {source}; choose another address, or port 0 for a free one")]
+    Listen {
+        /// Address asked for.
+        addr: SocketAddr,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The worker cannot be pinned.
+    #[error("cannot pin the worker to CPU {cpu}: {source}; choose a CPU this process may run on")]
+    Pin {
+        /// CPU asked for.
+        cpu: usize,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// io_uring is required and refused.
+    #[error("io_uring is required and cannot be used: {why}; allow it, or use IoMode::Auto to fall back to epoll")]
+    IoUringRefused {
+        /// Why.
+        why: String,
+    },
+    /// The operating system refused a thread, an event fd or randomness.
+    #[error("the operating system refused: {0}")]
+    Os(#[from] std::io::Error),
+}
+
+/// A pool could not be taken out of the engine.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeregisterError {
+    /// No such pool, or it is out already.
+    #[error("there is no pool {0:?}")]
+    NoSuchPool(PoolId),
+    /// Rooms use it.
+    #[error("pool {pool:?} is used by {rooms} rooms; let them end and be released first")]
+    Busy {
+        /// The pool.
+        pool: PoolId,
+        /// Rooms that have pages of it granted, live or not yet released.
+        rooms: usize,
+    },
+    /// The engine is shut down.
+    #[error("the engine is shut down")]
+    Stopped,
+}
+
+/// Collects an engine's pools before it starts: peers are told of them when they meet.
+#[derive(Debug)]
+pub struct EngineBuilder {
+    config: EngineConfig,
+    pools: Vec<Pool>,
+}
+
+impl EngineBuilder {
+    /// Adds a pool. Both sides pair their pools by name.
+    ///
+    /// # Errors
+    /// [`LayoutError::NotAdded`] for a second pool of a name, or more than [`POOLS_MAX`].
+    pub fn pool(&mut self, pool: Pool) -> Result<PoolId, LayoutError> {
+        let refused = |why| Err(LayoutError::NotAdded { pool: pool.layout.name.clone(), why });
+        if self.pools.len() == POOLS_MAX {
+            return refused("an engine has at most 16 pools");
+        }
+        if self.pools.iter().any(|other| other.layout.name == pool.layout.name) {
+            return refused("there is one of this name already");
+        }
+        self.pools.push(pool);
+        Ok(PoolId((self.pools.len() - 1) as u8))
+    }
+
+    /// Starts the engine: its worker, pinned and ready, and its control plane, listening.
+    ///
+    /// # Errors
+    /// [`StartError`]; nothing is left running.
+    pub fn start(self) -> Result<Engine, StartError> {
+        let Self { config, pools } = self;
+        config.validate()?;
+        let config = Arc::new(config);
+        let incarnation = Incarnation::draw().map_err(std::io::Error::other)?;
+        let epoch_zero = Instant::now();
+        let wakeup = Arc::new(Wakeup::new()?);
+        let stats = Arc::new(SharedStats::default());
+        let (submissions, take_submissions) = mpsc::channel(SUBMISSIONS);
+        let (inbox, take_inbox) = mpsc::channel(INBOX);
+        let (control, from_worker) = mpsc::channel(OUTBOX);
+        let cards = pools.iter().map(Pool::card).collect();
+        let pages = pools.iter().map(|pool| AtomicU32::new(pool.layout.pages)).collect();
+
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name("kvferry-control")
+            .enable_all()
+            .build()?;
+        let (thread, io) = spawn(WorkerSetup {
+            config: Arc::clone(&config),
+            identity: incarnation,
+            epoch_zero,
+            queues: Queues { submissions: take_submissions, inbox: take_inbox, control },
+            wakeup: Arc::clone(&wakeup),
+            pools: pools.into_iter().map(|pool| pool.map).collect(),
+            stats: Arc::clone(&stats),
+        })
+        .map_err(|error| match error {
+            WorkerError::Pin { cpu, source } => StartError::Pin { cpu, source },
+            WorkerError::IoUring(why) => StartError::IoUringRefused { why },
+            WorkerError::Os(source) => StartError::Os(source),
+        })?;
+        let shared = Arc::new(Shared {
+            config: Arc::clone(&config),
+            incarnation,
+            epoch_zero,
+            wakeup: Arc::clone(&wakeup),
+            submissions,
+            peers: Arc::new(PeerTable::default()),
+            registry: Registry::default(),
+            unreleased: Arc::new(AtomicU32::new(0)),
+            next_epoch: AtomicU64::new(1),
+            pages,
+            draining: AtomicBool::new(false),
+            runtime: runtime.handle().clone(),
+        });
+        let setup = ControlSetup {
+            config: Arc::clone(&config),
+            incarnation,
+            cards,
+            io: io.io,
+            worker: WorkerMail::new(inbox, wakeup),
+            from_worker,
+            peers: Arc::clone(&shared.peers),
+        };
+        let control = Control::start(runtime.handle(), setup);
+        let worker = Worker { thread: Mutex::new(Some(thread)), runtime: Mutex::new(Some(runtime)) };
+        let control = match control {
+            Ok(control) => control,
+            Err(source) => {
+                shared.submit_soon(Submission::Stop);
+                worker.join();
+                return Err(match config.listen {
+                    Some(addr) => StartError::Listen { addr, source },
+                    None => StartError::Os(source),
+                });
+            }
+        };
+        let label: Arc<str> = if config.name.is_empty() { incarnation.to_string() } else { config.name.clone() }.into();
+        shared.runtime.spawn(async move {
+            let mut ticks = tokio::time::interval(PUBLISH_EVERY);
+            loop {
+                ticks.tick().await;
+                crate::observe::publish(&label, &stats);
+            }
+        });
+        Ok(Engine { shared, control, io, worker })
+    }
+}
+
+/// What handles share with their engine.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) config: Arc<EngineConfig>,
+    incarnation: Incarnation,
+    epoch_zero: Instant,
+    wakeup: Arc<Wakeup>,
+    submissions: mpsc::Sender<Submission>,
+    peers: Arc<PeerTable>,
+    pub(super) registry: Registry,
+    unreleased: Arc<AtomicU32>,
+    next_epoch: AtomicU64,
+    /// Pages of each pool; 0 once it is out.
+    pages: Vec<AtomicU32>,
+    draining: AtomicBool,
+    runtime: tokio::runtime::Handle,
+}
+
+impl Shared {
+    pub(crate) fn now(&self) -> Micros {
+        Micros(u64::try_from(self.epoch_zero.elapsed().as_micros()).unwrap_or(u64::MAX))
+    }
+
+    pub(crate) fn submissions(&self) -> mpsc::Sender<Submission> {
+        self.submissions.clone()
+    }
+
+    /// Queues a submission without waiting.
+    pub(crate) fn submit(&self, submission: Submission) -> Result<(), WriteError> {
+        self.submissions.try_send(submission).map_err(|error| match error {
+            mpsc::error::TrySendError::Full(_) => WriteError::Full,
+            mpsc::error::TrySendError::Closed(_) => WriteError::Stopped,
+        })?;
+        self.wakeup.wake();
+        Ok(())
+    }
+
+    /// Queues a submission that must not be lost; if the queue is full now, as soon as it is not.
+    pub(crate) fn submit_soon(&self, submission: Submission) {
+        match self.submissions.try_send(submission) {
+            Ok(()) => self.wakeup.wake(),
+            Err(mpsc::error::TrySendError::Full(submission)) => {
+                let (queue, wakeup) = (self.submissions.clone(), Arc::clone(&self.wakeup));
+                self.runtime.spawn(async move {
+                    if queue.send(submission).await.is_ok() {
+                        wakeup.wake();
+                    }
+                });
+            }
+            // The worker has stopped, and has ended every room before.
+            Err(mpsc::error::TrySendError::Closed(_)) => {}
+        }
+    }
+
+    pub(crate) fn pool_pages(&self, pool: PoolId) -> Option<u32> {
+        self.pages.get(pool.index()).map(|pages| pages.load(Ordering::Acquire)).filter(|&pages| pages > 0)
+    }
+
+    pub(crate) fn fabric_of(&self, peer: Incarnation) -> Option<FabricInfo> {
+        self.peers.get(peer).map(|peer| peer.fabric)
+    }
+
+    fn deadline(&self, asked: Option<Duration>, default_ms: u64) -> Micros {
+        let asked = asked.map(|asked| u64::try_from(asked.as_millis()).unwrap_or(u64::MAX));
+        self.now().after_ms(asked.unwrap_or(default_ms))
+    }
+}
+
+#[derive(Debug)]
+struct Worker {
+    thread: Mutex<Option<JoinHandle<()>>>,
+    runtime: Mutex<Option<Runtime>>,
+}
+
+impl Worker {
+    fn join(&self) {
+        if let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            let _ = thread.join();
+        }
+        if let Some(runtime) = self.runtime.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            // Its tasks have been told to end; waiting for them here could be inside another runtime.
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// An engine: one worker, its lanes and rooms, and the control plane that finds it peers.
+///
+/// It has a runtime of its own; its futures can be awaited on any executor, or with
+/// [`crate::block_on`]. Dropping it is a [`Engine::shutdown`] without patience.
+#[derive(Debug)]
+pub struct Engine {
+    shared: Arc<Shared>,
+    control: Control,
+    io: IoReport,
+    worker: Worker,
+}
+
+impl Engine {
+    /// Begins with settings; pools are added before [`EngineBuilder::start`].
+    #[must_use]
+    pub const fn builder(config: EngineConfig) -> EngineBuilder {
+        EngineBuilder { config, pools: Vec::new() }
+    }
+
+    /// Who this engine is until it ends.
+    #[must_use]
+    pub fn incarnation(&self) -> Incarnation {
+        self.shared.incarnation
+    }
+
+    /// Where peers can reach it, when it listens. With port 0 asked for, the port it got.
+    #[must_use]
+    pub fn listen_addr(&self) -> Option<SocketAddr> {
+        self.control.listen_addr()
+    }
+
+    /// How its lanes are driven, and why not better.
+    #[must_use]
+    pub const fn io(&self) -> &IoReport {
+        &self.io
+    }
+
+    /// Every peer: its health, its fabric and its rails, before anything is sent to it.
+    #[must_use]
+    pub fn peers(&self) -> Vec<PeerInfo> {
+        self.shared.peers.snapshot()
+    }
+
+    /// Connects to a peer and its lanes. The address is kept: a peer that goes away is dialed again,
+    /// until [`Engine::disconnect`].
+    ///
+    /// # Errors
+    /// [`ConnectError`], naming the address and what stands in the way.
+    pub async fn connect(&self, addr: SocketAddr) -> Result<Incarnation, ConnectError> {
+        let control = self.control.clone();
+        let task = self.shared.runtime.spawn(async move { control.connect(addr).await });
+        task.await.unwrap_or(Err(ConnectError::Stopped))
+    }
+
+    /// Closes the session with a peer and forgets its address. Rooms with it fail.
+    pub async fn disconnect(&self, peer: Incarnation, reason: &str) {
+        let (control, reason) = (self.control.clone(), reason.to_owned());
+        let task = self.shared.runtime.spawn(async move { control.disconnect(peer, &reason).await });
+        let _ = task.await;
+    }
+
+    /// Opens a sending room. It waits for a grant of its id.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn open(&self, room: RoomId, options: OpenOptions) -> Result<SendRoom, OpenError> {
+        let mut rooms = self.open_all(room, &[options.peer], options.grant_timeout)?;
+        rooms.pop().ok_or(OpenError::EmptyGroup)
+    }
+
+    /// Opens `count` sending rooms of one id, each for the grant of another peer: one prefill rank
+    /// that feeds several decode ranks.
+    ///
+    /// # Errors
+    /// [`OpenError`]; none is opened then.
+    pub fn open_group(&self, room: RoomId, count: usize, options: OpenOptions) -> Result<Group<SendRoom>, OpenError> {
+        if count == 0 {
+            return Err(OpenError::EmptyGroup);
+        }
+        self.open_all(room, &vec![options.peer; count], options.grant_timeout).map(Group::new)
+    }
+
+    fn open_all(
+        &self,
+        room: RoomId,
+        peers: &[Option<Incarnation>],
+        timeout: Option<Duration>,
+    ) -> Result<Vec<SendRoom>, OpenError> {
+        let shared = &self.shared;
+        if shared.draining.load(Ordering::Acquire) {
+            return Err(OpenError::Draining);
+        }
+        self.check_count(peers.len()).map_err(OpenError::TooMany)?;
+        let now = shared.now();
+        let cells: Vec<_> =
+            peers.iter().map(|peer| (*peer, RoomCell::new(room, Role::Sender, now.0, &shared.unreleased))).collect();
+        if !shared.registry.enter(Role::Sender, room, &cells) {
+            cells.iter().for_each(|(_, cell)| cell.release());
+            return Err(OpenError::Live(room));
+        }
+        let deadline = shared.deadline(timeout, shared.config.grant_timeout_ms);
+        let handles = cells.into_iter().map(|(peer, cell)| {
+            shared.submit_soon(Submission::Open { cell: Arc::clone(&cell), peer, deadline });
+            SendRoom::new(HandleCore { cell, shared: Arc::downgrade(shared) })
+        });
+        Ok(handles.collect())
+    }
+
+    /// Grants pages to a room of a peer: from now until it has ended, the peer may write them.
+    ///
+    /// # Errors
+    /// [`GrantError`]; nothing is granted then.
+    pub fn grant(&self, peer: Incarnation, spec: GrantSpec) -> Result<RecvRoom, GrantError> {
+        spec.check(|pool| self.shared.pool_pages(pool))?;
+        self.grant_checked(peer, spec)
+    }
+
+    /// Grants the same pages to the room's part of each of several peers: one decode rank that is fed
+    /// by several prefill ranks, each with the layers and heads it has.
+    ///
+    /// # Errors
+    /// [`GrantError`]; what was granted before it is aborted.
+    pub fn grant_group(&self, peers: &[Incarnation], spec: &GrantSpec) -> Result<Group<RecvRoom>, GrantError> {
+        spec.check(|pool| self.shared.pool_pages(pool))?;
+        if peers.is_empty() {
+            return Err(GrantError::EmptyGroup);
+        }
+        let rooms: Result<Vec<_>, _> = peers.iter().map(|&peer| self.grant_checked(peer, spec.clone())).collect();
+        rooms.map(Group::new)
+    }
+
+    fn grant_checked(&self, peer: Incarnation, spec: GrantSpec) -> Result<RecvRoom, GrantError> {
+        let shared = &self.shared;
+        if shared.draining.load(Ordering::Acquire) {
+            return Err(GrantError::Draining);
+        }
+        match shared.peers.get(peer).map(|peer| peer.health) {
+            Some(PeerHealth::Up | PeerHealth::Reconnecting) => {}
+            Some(PeerHealth::Draining) => return Err(GrantError::PeerDraining(peer)),
+            Some(PeerHealth::Gone { .. }) | None => return Err(GrantError::NoPeer(peer)),
+        }
+        self.check_count(1).map_err(GrantError::TooMany)?;
+        let cell = RoomCell::new(spec.room, Role::Receiver, shared.now().0, &shared.unreleased);
+        if !shared.registry.enter(Role::Receiver, spec.room, &[(Some(peer), Arc::clone(&cell))]) {
+            cell.release();
+            return Err(GrantError::Live(spec.room));
+        }
+        let deadline = shared.deadline(spec.timeout, shared.config.room_timeout_ms);
+        let aux_bytes = spec.aux_bytes();
+        let order = GrantOrder {
+            cell: Arc::clone(&cell),
+            peer,
+            epoch: Epoch(shared.next_epoch.fetch_add(1, Ordering::Relaxed)),
+            deadline,
+            pools: spec.pools,
+            aux: spec.aux,
+            aux_bytes,
+            note: spec.note,
+        };
+        if let Err(error) = shared.submit(Submission::Grant(Box::new(order))) {
+            cell.release();
+            return Err(if error == WriteError::Full { GrantError::Full } else { GrantError::Draining });
+        }
+        Ok(RecvRoom { core: HandleCore { cell, shared: Arc::downgrade(shared) } })
+    }
+
+    fn check_count(&self, more: usize) -> Result<(), u32> {
+        let live = self.shared.unreleased.load(Ordering::Relaxed);
+        if live as usize + more > self.shared.config.max_rooms as usize { Err(live) } else { Ok(()) }
+    }
+
+    /// Takes a pool out of the engine: its memory is the caller's again when this returns. Peers are
+    /// still told of it, but nothing of it can be granted or written.
+    ///
+    /// # Errors
+    /// [`DeregisterError::Busy`] while rooms use it; it stays usable.
+    pub async fn deregister_pool(&self, pool: PoolId) -> Result<(), DeregisterError> {
+        let shared = &self.shared;
+        let pages = shared.pages.get(pool.index()).ok_or(DeregisterError::NoSuchPool(pool))?;
+        // Nothing new may be granted of it between the worker's look and now.
+        let before = pages.swap(0, Ordering::AcqRel);
+        if before == 0 {
+            return Err(DeregisterError::NoSuchPool(pool));
+        }
+        let (reply, answer) = oneshot::channel();
+        shared.submit_soon(Submission::DropPool { pool, reply });
+        match answer.await {
+            Ok(0) => Ok(()),
+            Ok(rooms) => {
+                pages.store(before, Ordering::Release);
+                Err(DeregisterError::Busy { pool, rooms })
+            }
+            Err(_) => Err(DeregisterError::Stopped),
+        }
+    }
+
+    /// Takes no more rooms with a peer, tells it so, and waits until those there are have ended and
+    /// are released.
+    pub async fn drain_peer(&self, peer: Incarnation) {
+        self.control.drain(Some(peer));
+        self.idle(Some(peer)).await;
+    }
+
+    async fn idle(&self, peer: Option<Incarnation>) {
+        let (reply, answer) = oneshot::channel();
+        self.shared.submit_soon(Submission::WhenIdle { peer, reply });
+        let _ = answer.await;
+    }
+
+    /// Takes no more rooms, gives those there are until `deadline` to end, fails the rest with
+    /// [`crate::FailureKind::Shutdown`] on both sides, and stops. Says whether every room ended by
+    /// itself.
+    pub async fn shutdown(self, deadline: Duration) -> bool {
+        self.shared.draining.store(true, Ordering::Release);
+        self.control.drain(None);
+        let (reply, answer) = oneshot::channel();
+        self.shared.submit_soon(Submission::WhenIdle { peer: None, reply });
+        let runtime = self.shared.runtime.clone();
+        let waited = runtime.spawn(async move { tokio::time::timeout(deadline, answer).await });
+        let idle = matches!(waited.await, Ok(Ok(Ok(()))));
+        self.stop().await;
+        idle
+    }
+
+    /// Ends every room and closes every session; the worker and the runtime are joined on drop.
+    async fn stop(&self) {
+        self.shared.draining.store(true, Ordering::Release);
+        let (reply, answer) = oneshot::channel();
+        self.shared.submit_soon(Submission::Stop);
+        self.shared.submit_soon(Submission::WhenIdle { peer: None, reply });
+        let control = self.control.clone();
+        let task = self.shared.runtime.spawn(async move {
+            let _ = tokio::time::timeout(CLOSE_WAIT, answer).await;
+            let _ = tokio::time::timeout(CLOSE_WAIT, control.shutdown("the engine was shut down")).await;
+        });
+        let _ = task.await;
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        if self.worker.thread.lock().unwrap_or_else(PoisonError::into_inner).is_some() {
+            crate::block_on(self.stop());
+            self.worker.join();
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! What an engine can be told, with units, defaults and their reasons.
+
+use std::net::SocketAddr;
+
+use crate::wire::message::NAME_BYTES_MAX;
+
+/// Most lanes to one peer. Lanes past the number of cores a host gives to networking gain nothing.
+pub const LANES_MAX: u32 = 64;
+/// Bytes a secret must have: what a brute force of the handshake cannot reach.
+pub const SECRET_BYTES_MIN: usize = 16;
+
+/// How lanes are read and written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum IoMode {
+    /// io_uring where the kernel allows it, epoll otherwise; which one is reported on every peer.
+    #[default]
+    Auto,
+    /// io_uring, or the engine does not start.
+    RequireIoUring,
+    /// epoll, for kernels and sandboxes where io_uring is not wanted.
+    Epoll,
+}
+
+/// When lanes are sent from the pages without a copy into the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum ZeroCopy {
+    /// On lanes that leave the host, until the kernel reports that it copied all the same.
+    #[default]
+    Auto,
+    /// Never.
+    Off,
+    /// On every lane, until the kernel reports that it copied.
+    Try,
+}
+
+/// A shared secret. Both sides prove that they have it; it never travels.
+#[derive(Clone)]
+pub struct Secret(Vec<u8>);
+
+impl Secret {
+    /// # Errors
+    /// [`ConfigError::SecretTooShort`] under [`SECRET_BYTES_MIN`] bytes.
+    pub fn new(bytes: impl Into<Vec<u8>>) -> Result<Self, ConfigError> {
+        let bytes = bytes.into();
+        if bytes.len() < SECRET_BYTES_MIN {
+            return Err(ConfigError::SecretTooShort { bytes: bytes.len() });
+        }
+        Ok(Self(bytes))
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl std::fmt::Debug for Secret {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Secret(…)")
+    }
+}
+
+/// Settings of an engine. Start from [`EngineConfig::default`] and chain setters.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct EngineConfig {
+    /// Name for logs and for the peer's table.
+    pub name: String,
+    /// Address to accept peers on; port 0 takes a free one, [`crate::Engine::listen_addr`] tells
+    /// which. `None`: this engine only dials.
+    pub listen: Option<SocketAddr>,
+    /// Shared secret of all engines that may talk to each other.
+    pub secret: Option<Secret>,
+    /// Listen on an address that others can reach without a secret. Off: such a bind is refused.
+    pub insecure: bool,
+    /// How lanes are read and written.
+    pub io: IoMode,
+    /// When lanes are sent without a copy.
+    pub zero_copy: ZeroCopy,
+    /// TCP connections for data to each peer. Two keep a second frame moving while the first one's
+    /// tail is acknowledged; across a network more may be needed to fill the path.
+    pub lanes: u16,
+    /// CPU to pin the worker to. `None`: not pinned.
+    pub worker_cpu: Option<usize>,
+    /// How long an idle worker polls before it sleeps, in microseconds.
+    pub spin_us: u64,
+    /// Silence after which a peer counts as lost, in milliseconds. Long enough for a process that was
+    /// descheduled or paused for a collection, short against a request's patience.
+    pub peer_silent_ms: u64,
+    /// How long a peer whose session closed may take to come back before it counts as dead, in
+    /// milliseconds. A killed process must be known dead within a second.
+    pub reconnect_grace_ms: u64,
+    /// How long connecting, with its handshake, may take, in milliseconds.
+    pub connect_timeout_ms: u64,
+    /// Default time a sender waits for a grant, in milliseconds: the decode side may be short of
+    /// pages for a while.
+    pub grant_timeout_ms: u64,
+    /// Default time from grant to verdict, in milliseconds: a long prefill lies in between.
+    pub room_timeout_ms: u64,
+    /// Rooms live at once in one engine, in each role. Their tables are made at start.
+    pub max_rooms: u32,
+    /// Chunks of one room that may wait to be posted; a further `try_write` is told to wait.
+    pub max_queued_chunks: u32,
+    /// Peers with a session at once.
+    pub max_peers: u32,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        Self {
+            name: String::new(),
+            listen: None,
+            secret: None,
+            insecure: false,
+            io: IoMode::Auto,
+            zero_copy: ZeroCopy::Auto,
+            lanes: 2,
+            worker_cpu: None,
+            spin_us: 50,
+            peer_silent_ms: 3000,
+            reconnect_grace_ms: 500,
+            connect_timeout_ms: 5000,
+            grant_timeout_ms: 60_000,
+            room_timeout_ms: 120_000,
+            max_rooms: 1 << 14,
+            max_queued_chunks: 64,
+            max_peers: 1024,
+        }
+    }
+}
+
+macro_rules! setters {
+    ($($field:ident: $type:ty),+ $(,)?) => {
+        impl EngineConfig {
+            $(
+                #[doc = concat!("Sets [`EngineConfig::", stringify!($field), "`].")]
+                #[must_use]
+                pub fn $field(mut self, $field: impl Into<$type>) -> Self {
+                    self.$field = $field.into();
+                    self
+                }
+            )+
+        }
+    };
+}
+
+setters! {
+    name: String,
+    listen: Option<SocketAddr>,
+    secret: Option<Secret>,
+    insecure: bool,
+    io: IoMode,
+    zero_copy: ZeroCopy,
+    lanes: u16,
+    worker_cpu: Option<usize>,
+    spin_us: u64,
+    peer_silent_ms: u64,
+    reconnect_grace_ms: u64,
+    connect_timeout_ms: u64,
+    grant_timeout_ms: u64,
+    room_timeout_ms: u64,
+    max_rooms: u32,
+    max_queued_chunks: u32,
+    max_peers: u32,
+}
+
+/// Settings that cannot be.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// A field is out of its range.
+    #[error("{field} is {value}, it must be {want}")]
+    Field {
+        /// Field of [`EngineConfig`].
+        field: &'static str,
+        /// What it was.
+        value: u64,
+        /// What would do.
+        want: &'static str,
+    },
+    /// The secret is too short to protect anything.
+    #[error("the secret has {bytes} bytes; use at least 16, from a random source")]
+    SecretTooShort {
+        /// Bytes given.
+        bytes: usize,
+    },
+    /// Anyone could join.
+    #[error("listening on {addr} without a secret would let anyone write KV pages; set a secret, listen on a loopback address, or set insecure")]
+    Insecure {
+        /// Address asked for.
+        addr: SocketAddr,
+    },
+}
+
+impl EngineConfig {
+    /// # Errors
+    /// [`ConfigError`] naming the first setting that cannot be.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let within = |field, value: u64, low: u64, high: u64, want| {
+            if (low..=high).contains(&value) { Ok(()) } else { Err(ConfigError::Field { field, value, want }) }
+        };
+        within("name bytes", self.name.len() as u64, 0, NAME_BYTES_MAX as u64, "at most 64")?;
+        within("lanes", u64::from(self.lanes), 1, u64::from(LANES_MAX), "1 to 64")?;
+        within("spin_us", self.spin_us, 0, 1_000_000, "at most a second")?;
+        within("peer_silent_ms", self.peer_silent_ms, 50, 3_600_000, "50 to 3600000")?;
+        within("reconnect_grace_ms", self.reconnect_grace_ms, 0, 600_000, "at most 600000")?;
+        within("connect_timeout_ms", self.connect_timeout_ms, 1, 600_000, "1 to 600000")?;
+        within("grant_timeout_ms", self.grant_timeout_ms, 1, 86_400_000, "1 to a day")?;
+        within("room_timeout_ms", self.room_timeout_ms, 1, 86_400_000, "1 to a day")?;
+        within("max_rooms", u64::from(self.max_rooms), 1, 1 << 20, "1 to 1048576 (slots have 20 bits)")?;
+        within("max_queued_chunks", u64::from(self.max_queued_chunks), 1, 4096, "1 to 4096")?;
+        within("max_peers", u64::from(self.max_peers), 1, 65_536, "1 to 65536")?;
+        match self.listen {
+            Some(addr) if !is_loopback(&addr) && self.secret.is_none() && !self.insecure => {
+                Err(ConfigError::Insecure { addr })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Whether only this host can reach the address.
+pub(crate) fn is_loopback(addr: &SocketAddr) -> bool {
+    addr.ip().to_canonical().is_loopback()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_default_is_valid() {
+        EngineConfig::default().validate().unwrap();
+    }
+
+    #[test]
+    fn a_bind_that_others_can_reach_needs_a_secret_or_the_word_insecure() {
+        let everyone: SocketAddr = "0.0.0.0:0".parse().unwrap();
+        let config = EngineConfig::default().listen(everyone);
+        assert_eq!(config.validate(), Err(ConfigError::Insecure { addr: everyone }));
+        assert!(config.clone().insecure(true).validate().is_ok());
+        assert!(config.secret(Secret::new(*b"0123456789abcdef").unwrap()).validate().is_ok());
+        for local in ["127.0.0.1:0", "[::1]:0", "[::ffff:127.0.0.1]:0"] {
+            let addr: SocketAddr = local.parse().unwrap();
+            assert!(EngineConfig::default().listen(addr).validate().is_ok(), "{local}");
+        }
+    }
+
+    #[test]
+    fn a_short_secret_is_refused_and_no_secret_is_printed() {
+        assert_eq!(Secret::new(*b"short").unwrap_err(), ConfigError::SecretTooShort { bytes: 5 });
+        assert!(!format!("{:?}", Secret::new(*b"0123456789abcdef").unwrap()).contains("0123"));
+    }
+
+    #[test]
+    fn a_setting_out_of_range_is_named() {
+        let error = EngineConfig::default().lanes(0u16).validate().unwrap_err();
+        assert!(matches!(error, ConfigError::Field { field: "lanes", value: 0, .. }));
+    }
+}

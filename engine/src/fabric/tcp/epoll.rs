@@ -1,0 +1,167 @@
+//! Leaf: the driver for kernels and sandboxes without io_uring. The same operations as non-blocking
+//! vectored calls, tried at once and again when epoll says so.
+
+use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::event::epoll;
+use rustix::io::Errno;
+
+use super::driver::{Direction, Done, Driver, Outcome};
+use crate::worker::wake::Wakeup;
+
+/// Readiness events taken from the kernel at once.
+const EVENTS_PER_CALL: usize = 64;
+/// The event fd's key; lanes have smaller ones.
+const WAKEUP_KEY: u64 = u64::MAX;
+
+/// See [`Driver`].
+pub(crate) struct Epoll {
+    epoll: OwnedFd,
+    wakeup: Arc<Wakeup>,
+    /// By lane: the operations waiting for readiness, receive and send.
+    waiting: Vec<[Option<Waiting>; 2]>,
+    done: Vec<Done>,
+    events: Vec<epoll::Event>,
+}
+
+impl std::fmt::Debug for Epoll {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Epoll").field("lanes", &self.waiting.len()).finish_non_exhaustive()
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Waiting {
+    fd: RawFd,
+    message: *mut libc::msghdr,
+}
+
+// SAFETY: the raw message pointers belong to lanes of the same worker; the driver moves to the
+// worker's thread with them and is used there alone.
+unsafe impl Send for Epoll {}
+
+impl Epoll {
+    pub(crate) fn new(wakeup: Arc<Wakeup>) -> Result<Self, Errno> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        epoll::add(&epoll, &*wakeup, epoll::EventData::new_u64(WAKEUP_KEY), epoll::EventFlags::IN)?;
+        Ok(Self { epoll, wakeup, waiting: Vec::new(), done: Vec::new(), events: Vec::with_capacity(EVENTS_PER_CALL) })
+    }
+
+    /// Tries the operation; it ends, or goes on waiting.
+    fn attempt(&mut self, lane: u32, direction: Direction, op: Waiting) {
+        // SAFETY: `start`'s caller keeps the message and its strips valid until the operation's end,
+        // which has not been told yet.
+        let result = unsafe {
+            match direction {
+                Direction::Receive => libc::recvmsg(op.fd, op.message, libc::MSG_DONTWAIT),
+                Direction::Send | Direction::SendZeroCopy => {
+                    libc::sendmsg(op.fd, op.message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL)
+                }
+            }
+        };
+        let slot = &mut self.waiting[lane as usize][side(direction)];
+        let outcome = match usize::try_from(result) {
+            Ok(bytes) => Outcome::Moved { bytes, more: false },
+            Err(_) => match last_errno() {
+                Errno::AGAIN | Errno::INTR => {
+                    *slot = Some(op);
+                    return;
+                }
+                errno => Outcome::Failed { errno, more: false },
+            },
+        };
+        *slot = None;
+        self.done.push(Done { lane, direction, ticket: 0, outcome });
+    }
+
+    fn wait(&mut self, timeout: Duration) {
+        self.events.clear();
+        let timeout = rustix::time::Timespec { tv_sec: timeout.as_secs().cast_signed(), tv_nsec: timeout.subsec_nanos().into() };
+        // An interrupted wait is an early return; the worker looks again.
+        let _ = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut self.events), Some(&timeout));
+        let events = std::mem::take(&mut self.events);
+        for event in events.iter().copied() {
+            let (key, flags) = (event.data.u64(), event.flags);
+            if key == WAKEUP_KEY {
+                self.wakeup.drain();
+                continue;
+            }
+            let Ok(lane) = u32::try_from(key) else { continue };
+            let broken = flags.intersects(epoll::EventFlags::ERR | epoll::EventFlags::HUP);
+            for (direction, ready) in [
+                (Direction::Receive, flags.intersects(epoll::EventFlags::IN | epoll::EventFlags::RDHUP)),
+                (Direction::Send, flags.contains(epoll::EventFlags::OUT)),
+            ] {
+                let waiting = self.waiting.get(lane as usize).and_then(|lane| lane[side(direction)]);
+                if let (Some(op), true) = (waiting, ready || broken) {
+                    self.attempt(lane, direction, op);
+                }
+            }
+        }
+        self.events = events;
+    }
+}
+
+const fn side(direction: Direction) -> usize {
+    match direction {
+        Direction::Receive => 0,
+        Direction::Send | Direction::SendZeroCopy => 1,
+    }
+}
+
+fn last_errno() -> Errno {
+    Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
+}
+
+impl Driver for Epoll {
+    const SPINS: bool = false;
+
+    fn add(&mut self, lane: u32, fd: RawFd) -> Result<(), Errno> {
+        if self.waiting.len() <= lane as usize {
+            self.waiting.resize(lane as usize + 1, [None; 2]);
+        }
+        // SAFETY: the lane owns the socket and removes it here before it closes it.
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
+        epoll::add(&self.epoll, fd, epoll::EventData::new_u64(lane.into()), flags)
+    }
+
+    fn remove(&mut self, lane: u32, fd: RawFd) {
+        // SAFETY: as in `add`; the socket is still open.
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        let _ = epoll::delete(&self.epoll, fd);
+        self.waiting[lane as usize] = [None; 2];
+    }
+
+    fn can_zero_copy(&self) -> bool {
+        false
+    }
+
+    unsafe fn start(&mut self, lane: u32, fd: RawFd, direction: Direction, _ticket: u32, message: *mut libc::msghdr) {
+        self.attempt(lane, direction, Waiting { fd, message });
+    }
+
+    fn cancel(&mut self, lane: u32, direction: Direction, _ticket: u32) {
+        if self.waiting[lane as usize][side(direction)].take().is_some() {
+            let outcome = Outcome::Failed { errno: Errno::CANCELED, more: false };
+            self.done.push(Done { lane, direction, ticket: 0, outcome });
+        }
+    }
+
+    fn reap(&mut self, done: &mut Vec<Done>) {
+        // Operations that ended at once are handed over first; only when there are none is the
+        // kernel asked.
+        if self.done.is_empty() {
+            self.wait(Duration::ZERO);
+        }
+        done.append(&mut self.done);
+    }
+
+    fn sleep(&mut self, timeout: Duration) {
+        if self.done.is_empty() {
+            self.wait(timeout);
+        }
+    }
+}

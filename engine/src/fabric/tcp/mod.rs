@@ -1,0 +1,387 @@
+//! TCP lanes: frames from source pages to granted pages with no user-space copy.
+//!
+//! A lane is one connection, used in both directions: data frames one way, their acknowledgements the
+//! other. What is acknowledged has been placed; a finished send says nothing. Lanes are driven by
+//! io_uring, or by epoll where it is refused; everything above the [`driver`] is the same.
+
+pub(crate) mod driver;
+pub(crate) mod epoll;
+mod filler;
+mod receive;
+mod strips;
+mod transmit;
+#[cfg(feature = "io-uring")]
+pub(crate) mod uring;
+
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::{AsRawFd, RawFd};
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+
+use self::driver::{Direction, Done, Driver, Outcome};
+use self::filler::Scratch;
+use self::receive::{Arrived, Receive};
+use self::transmit::Transmit;
+use super::{Event, Fabric, Gate, PeerIndex, Posting, RoomTag};
+use crate::config::ZeroCopy;
+use crate::ids::Epoch;
+use crate::wire::frame::Frame;
+
+/// How long dropping the fabric waits for the kernel to let go of lanes. It takes microseconds; the
+/// bound is there so that a kernel that never answers cannot hang a process that is ending.
+const DROP_WAIT: Duration = Duration::from_secs(5);
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct TcpFabric<D: Driver> {
+    driver: D,
+    zero_copy: ZeroCopy,
+    lanes: Vec<Option<Lane>>,
+    /// Lanes by peer.
+    by_peer: Vec<Vec<u32>>,
+    /// Lanes on which something may have to be started.
+    restless: Vec<u32>,
+    done: Vec<Done>,
+    scratch: Scratch,
+    retracting: Vec<RoomTag>,
+    revoking: Vec<(u32, Epoch)>,
+    early: Vec<Event>,
+}
+
+#[derive(Debug)]
+struct Lane {
+    peer: PeerIndex,
+    number: u16,
+    stream: TcpStream,
+    receive: Receive,
+    transmit: Transmit,
+    /// Why the lane is closing, once it is.
+    closing: Option<String>,
+    restless: bool,
+}
+
+impl Lane {
+    fn fd(&self) -> RawFd {
+        self.stream.as_raw_fd()
+    }
+
+    fn at_rest(&self) -> bool {
+        !self.receive.in_flight && !self.transmit.is_in_flight() && !self.transmit.holds_pages()
+    }
+}
+
+impl<D: Driver> TcpFabric<D> {
+    pub(crate) fn new(driver: D, zero_copy: ZeroCopy) -> Self {
+        Self {
+            driver,
+            zero_copy,
+            lanes: Vec::new(),
+            by_peer: Vec::new(),
+            restless: Vec::new(),
+            done: Vec::new(),
+            scratch: Scratch::new(),
+            retracting: Vec::new(),
+            revoking: Vec::new(),
+            early: Vec::new(),
+        }
+    }
+
+    fn rouse(&mut self, index: u32) {
+        if let Some(lane) = self.lanes[index as usize].as_mut().filter(|lane| !lane.restless) {
+            lane.restless = true;
+            self.restless.push(index);
+        }
+    }
+
+    fn lanes_of(&self, peer: PeerIndex) -> impl Iterator<Item = (u32, &Lane)> {
+        let indices = self.by_peer.get(peer.0 as usize).map_or(&[][..], Vec::as_slice);
+        indices.iter().filter_map(|&index| Some((index, self.lanes[index as usize].as_ref()?)))
+    }
+
+    /// Begins to close a lane: its socket is shut down and what is in flight is cancelled.
+    fn close(&mut self, index: u32, cause: &str) {
+        let Some(lane) = self.lanes[index as usize].as_mut() else { return };
+        if lane.closing.is_some() {
+            return;
+        }
+        lane.closing = Some(cause.to_owned());
+        if lane.transmit.holds_pages() {
+            // A peer that does not acknowledge would hold zero-copy pages for minutes: reset instead.
+            let reset = Some(Duration::ZERO);
+            let _ = rustix::net::sockopt::set_socket_linger(&lane.stream, reset);
+        }
+        let _ = lane.stream.shutdown(Shutdown::Both);
+        if lane.receive.in_flight {
+            self.driver.cancel(index, Direction::Receive, 0);
+        }
+        if let Some((direction, ticket)) = lane.transmit.cancel() {
+            self.driver.cancel(index, direction, ticket);
+        }
+        self.rouse(index);
+    }
+
+    fn handle(&mut self, done: Done, gate: &mut impl Gate, events: &mut Vec<Event>) {
+        let Some(lane) = self.lanes.get_mut(done.lane as usize).and_then(Option::as_mut) else { return };
+        let mut fault = None;
+        match (done.direction, done.outcome) {
+            (Direction::Receive, outcome) => {
+                lane.receive.in_flight = false;
+                match outcome {
+                    Outcome::Moved { bytes: 0, .. } => fault = Some("closed by the peer".to_owned()),
+                    Outcome::Moved { bytes, .. } => {
+                        fault = receive(lane, bytes, gate, events).err();
+                    }
+                    Outcome::Failed { errno, .. } => fault = permanent(errno),
+                    Outcome::Notified { .. } => {}
+                }
+                lane.receive.leave();
+            }
+            (_, Outcome::Moved { bytes, more }) => {
+                lane.transmit.ended(bytes, more, |tag| events.push(Event::Sent { tag }));
+            }
+            (_, Outcome::Failed { errno, more }) => {
+                lane.transmit.ended(0, more, |_| {});
+                fault = permanent(errno);
+            }
+            (_, Outcome::Notified { copied }) => lane.transmit.notified(done.ticket, copied),
+        }
+        if let Some(cause) = fault {
+            self.close(done.lane, &cause);
+        }
+        self.rouse(done.lane);
+    }
+
+    /// Starts what a lane has to do, or takes it down when it is closing and at rest.
+    fn pump(&mut self, index: u32, events: &mut Vec<Event>) {
+        let Some(lane) = self.lanes[index as usize].as_mut() else { return };
+        lane.restless = false;
+        if lane.closing.is_some() {
+            if lane.at_rest() {
+                self.take_down(index, events);
+            }
+            return;
+        }
+        let fd = lane.fd();
+        if !lane.receive.in_flight {
+            let message = lane.receive.next(self.scratch.addr());
+            // SAFETY: the message lies in the lane, which is dropped only at rest. Its strips lie in
+            // granted pages, which their `Strips` keep mapped and the lane keeps until the operation
+            // has ended, or in scratch, which lives as long as the fabric.
+            unsafe { self.driver.start(index, fd, Direction::Receive, 0, message) };
+        }
+        if let Some(op) = lane.transmit.next() {
+            // SAFETY: as above; source pages are kept by their room until it is released, which is
+            // not before the fabric has said that nothing reads them any more.
+            unsafe { self.driver.start(index, fd, op.direction, op.ticket, op.message) };
+        }
+    }
+
+    fn take_down(&mut self, index: u32, events: &mut Vec<Event>) {
+        let Some(mut lane) = self.lanes[index as usize].take() else { return };
+        self.driver.remove(index, lane.fd());
+        if let Some(lanes) = self.by_peer.get_mut(lane.peer.0 as usize) {
+            lanes.retain(|&other| other != index);
+        }
+        let number = lane.number;
+        events.extend(lane.transmit.abandon().map(|tag| Event::Lost { tag, lane: number }));
+        let cause = lane.closing.take().unwrap_or_default();
+        events.push(Event::LaneDown { peer: lane.peer, lane: number, cause });
+    }
+
+    /// Reports the rooms that were given up and are touched by nothing any more.
+    fn settle(&mut self, events: &mut Vec<Event>) {
+        let lanes = &self.lanes;
+        self.retracting.retain(|&tag| {
+            let busy = lanes.iter().flatten().any(|lane| lane.transmit.reads(tag));
+            if !busy {
+                events.push(Event::SourceQuiet { tag });
+            }
+            busy
+        });
+        self.revoking.retain(|&(slot, epoch)| {
+            let busy = lanes.iter().flatten().any(|lane| lane.receive.writes(slot, epoch));
+            if !busy {
+                events.push(Event::TargetQuiet { slot, epoch });
+            }
+            busy
+        });
+    }
+}
+
+/// Handles received bytes; an error is the reason to close the lane.
+fn receive(lane: &mut Lane, mut bytes: usize, gate: &mut impl Gate, events: &mut Vec<Event>) -> Result<(), String> {
+    while let Some(arrived) = lane.receive.advance(&mut bytes).map_err(|error| error.to_string())? {
+        match arrived {
+            Arrived::Header(frame) => lane.receive.begin(frame, gate.admit(lane.peer, &frame)),
+            Arrived::Placed(frame) => {
+                gate.placed(&frame);
+                lane.transmit.answer(frame.seq, None);
+            }
+            Arrived::Drained(frame, reason) => {
+                let reject = Frame::Reject { seq: frame.seq, slot: frame.slot, epoch: frame.epoch, reason };
+                lane.transmit.answer(frame.seq, Some(reject));
+            }
+            Arrived::Answer(Frame::Ack { seq }) => lane
+                .transmit
+                .ledger
+                .acknowledge(seq, |(tag, landed)| events.push(Event::Acked { tag, landed }))
+                .map_err(|error| error.to_string())?,
+            Arrived::Answer(Frame::Reject { seq, reason, .. }) => {
+                let &(tag, _) = lane.transmit.ledger.reject(seq).map_err(|error| error.to_string())?;
+                events.push(Event::Rejected { tag, lane: lane.number, reason });
+            }
+            Arrived::Answer(Frame::Data(_)) => {}
+        }
+    }
+    Ok(())
+}
+
+/// The cause an errno is for closing a lane; none for one that passes.
+fn permanent(errno: Errno) -> Option<String> {
+    match errno {
+        Errno::CANCELED | Errno::INTR | Errno::AGAIN | Errno::NOBUFS => None,
+        errno => Some(std::io::Error::from(errno).to_string()),
+    }
+}
+
+impl<D: Driver> Fabric for TcpFabric<D> {
+    const SPINS: bool = D::SPINS;
+
+    fn add_lane(&mut self, peer: PeerIndex, lane: u16, stream: TcpStream, leaves_host: bool) {
+        let zero_copy = self.driver.can_zero_copy()
+            && match self.zero_copy {
+                ZeroCopy::Auto => leaves_host,
+                ZeroCopy::Off => false,
+                ZeroCopy::Try => true,
+            };
+        let index = self.lanes.iter().position(Option::is_none).unwrap_or(self.lanes.len());
+        if index == self.lanes.len() {
+            self.lanes.push(None);
+        }
+        let lane = Lane {
+            peer,
+            number: lane,
+            stream,
+            receive: Receive::new(),
+            transmit: Transmit::new(zero_copy),
+            closing: None,
+            restless: false,
+        };
+        let number = lane.number;
+        let index = index as u32;
+        let prepared = if filler::zeros().is_some() { self.driver.add(index, lane.fd()) } else { Err(Errno::NOMEM) };
+        if let Err(errno) = prepared {
+            let cause = std::io::Error::from(errno).to_string();
+            self.early.push(Event::LaneDown { peer, lane: number, cause });
+            return;
+        }
+        self.lanes[index as usize] = Some(lane);
+        if self.by_peer.len() <= peer.0 as usize {
+            self.by_peer.resize(peer.0 as usize + 1, Vec::new());
+        }
+        self.by_peer[peer.0 as usize].push(index);
+        self.rouse(index);
+    }
+
+    fn close_peer(&mut self, peer: PeerIndex, cause: &str) {
+        let indices: Vec<u32> = self.lanes_of(peer).map(|(index, _)| index).collect();
+        for index in indices {
+            self.close(index, cause);
+        }
+    }
+
+    fn has_room(&self, peer: PeerIndex) -> bool {
+        self.lanes_of(peer).any(|(_, lane)| lane.closing.is_none() && lane.transmit.has_room())
+    }
+
+    fn post(&mut self, peer: PeerIndex, posting: Posting) {
+        let open = self.lanes_of(peer).filter(|(_, lane)| lane.closing.is_none() && lane.transmit.has_room());
+        let Some((index, _)) = open.min_by_key(|(_, lane)| lane.transmit.backlog()) else {
+            debug_assert!(false, "posted to a peer without room");
+            return;
+        };
+        if let Some(lane) = self.lanes[index as usize].as_mut() {
+            lane.transmit.post(posting);
+        }
+        self.rouse(index);
+    }
+
+    fn retract(&mut self, tag: RoomTag) {
+        for index in 0..self.lanes.len() as u32 {
+            let Some(lane) = self.lanes[index as usize].as_mut() else { continue };
+            if lane.transmit.retract(tag)
+                && let Some((direction, ticket)) = lane.transmit.cancel()
+            {
+                self.driver.cancel(index, direction, ticket);
+            }
+        }
+        self.retracting.push(tag);
+    }
+
+    fn revoke(&mut self, slot: u32, epoch: Epoch) {
+        for index in 0..self.lanes.len() as u32 {
+            let Some(lane) = self.lanes[index as usize].as_mut() else { continue };
+            if lane.receive.revoke(slot, epoch) {
+                self.driver.cancel(index, Direction::Receive, 0);
+            }
+        }
+        self.revoking.push((slot, epoch));
+    }
+
+    fn poll(&mut self, gate: &mut impl Gate, events: &mut Vec<Event>) -> bool {
+        let before = events.len();
+        events.append(&mut self.early);
+        let mut done = std::mem::take(&mut self.done);
+        self.driver.reap(&mut done);
+        let progress = !done.is_empty() || !self.restless.is_empty();
+        for done in done.drain(..) {
+            self.handle(done, gate, events);
+        }
+        self.done = done;
+        for at in 0..self.restless.len() {
+            self.pump(self.restless[at], events);
+        }
+        self.restless.clear();
+        if !self.retracting.is_empty() || !self.revoking.is_empty() {
+            self.settle(events);
+        }
+        progress || events.len() > before
+    }
+
+    fn sleep(&mut self, timeout: Duration) {
+        self.driver.sleep(timeout);
+    }
+}
+
+impl<D: Driver> Drop for TcpFabric<D> {
+    /// Waits until the kernel holds no page and no message of any lane, since their memory goes next.
+    fn drop(&mut self) {
+        struct Shut;
+        impl Gate for Shut {
+            fn admit(
+                &mut self,
+                _: PeerIndex,
+                _: &crate::wire::frame::DataFrame,
+            ) -> Result<crate::plan::Strips, crate::wire::frame::RejectReason> {
+                Err(crate::wire::frame::RejectReason::Revoked)
+            }
+            fn placed(&mut self, _: &crate::wire::frame::DataFrame) {}
+        }
+        for index in 0..self.lanes.len() as u32 {
+            self.close(index, "the engine is shutting down");
+        }
+        let deadline = Instant::now() + DROP_WAIT;
+        let mut events = Vec::new();
+        while self.lanes.iter().any(Option::is_some) {
+            if !self.poll(&mut Shut, &mut events) {
+                self.driver.sleep(Duration::from_millis(1));
+            }
+            if Instant::now() > deadline {
+                // Their memory is in the kernel's hands: never free it.
+                self.lanes.drain(..).for_each(std::mem::forget);
+                return;
+            }
+        }
+    }
+}

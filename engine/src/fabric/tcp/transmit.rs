@@ -1,0 +1,335 @@
+//! The sending half of a lane: frames and answers become a stream of strips.
+
+use std::collections::VecDeque;
+
+use super::driver::{Direction, HEADERS_PER_LANE, OpMemory, OpMemoryBox};
+use super::filler::FILLER_BYTES;
+use super::strips::{Queued, StripQueue};
+use crate::fabric::{Posting, RoomTag};
+use crate::failure::Landed;
+use crate::plan::Runs;
+use crate::room::ledger::Ledger;
+use crate::wire::frame::{FRAME_BYTES, Frame, HEADER_BYTES};
+
+/// Frames a lane may have sent and not had acknowledged. With frames of 1 MiB, four times the
+/// bandwidth-delay product of a 100 Gb/s path of 5 ms.
+pub(super) const WINDOW_FRAMES: usize = 256;
+/// Frames that may wait on a lane. A few, so that small ones share an operation.
+const WAITING_FRAMES: usize = 16;
+/// Bytes that may wait on a lane beyond the frame being sent: the next room's turn is never further
+/// away than this.
+const WAITING_BYTES: u64 = FRAME_BYTES;
+/// Payload of one operation at which no further frame is added to it.
+const OPERATION_BYTES: u64 = FRAME_BYTES;
+/// Smallest operation that is worth a zero-copy send: below it, pinning pages and a notification cost
+/// more than copying (crossover about 3 KB since Linux 6.10, 10 KB and more before).
+const ZERO_COPY_BYTES_MIN: u64 = 64 << 10;
+/// Zero-copy sends whose notification is outstanding; further ones are copied.
+const ZERO_COPY_SENDS: usize = 32;
+/// Notifications in a row saying "copied" after which a lane stops asking for zero copy.
+const COPIED_MAX: u32 = 4;
+
+/// What an acknowledgement needs of a frame.
+pub(super) type Posted = (RoomTag, Landed);
+
+#[derive(Debug)]
+pub(super) struct Transmit {
+    memory: OpMemoryBox,
+    strips: StripQueue,
+    waiting: VecDeque<Posting>,
+    waiting_bytes: u64,
+    /// The frame whose header is queued and whose payload is not yet, all of it.
+    filling: Option<Filling>,
+    pub(super) ledger: Ledger<Posted>,
+    /// Rejects to be sent, encoded. Bounded by the peer's window.
+    rejects: VecDeque<Frame>,
+    /// Highest data frame of the peer's to acknowledge, if it was not yet.
+    ack: Option<u64>,
+    /// Headers ever queued; the slot of each is its number modulo [`HEADERS_PER_LANE`].
+    headers: u64,
+    /// What is in `strips` and `filling`, frame by frame: whose, and bytes that have not left.
+    leaving: VecDeque<(Option<RoomTag>, u64)>,
+    /// The operation in flight.
+    in_flight: Option<InFlight>,
+    /// Rooms that were retracted while their strips were in flight.
+    disowned: Vec<RoomTag>,
+    /// Whether to ask for zero copy at all.
+    zero_copy: bool,
+    copied_in_a_row: u32,
+    next_ticket: u32,
+    zero_copy_sends: VecDeque<ZeroCopySend>,
+    /// Owner lists to be used again.
+    spare_owners: Vec<Vec<RoomTag>>,
+}
+
+/// How the operation in flight was started, and whether it has been asked to end.
+#[derive(Clone, Copy, Debug)]
+struct InFlight {
+    direction: Direction,
+    ticket: u32,
+    cancelling: bool,
+}
+
+#[derive(Debug)]
+enum Filling {
+    Pages { tag: RoomTag, runs: Runs },
+    Zeros { bytes: u64 },
+}
+
+/// A zero-copy send whose pages the kernel may still read.
+#[derive(Debug)]
+struct ZeroCopySend {
+    ticket: u32,
+    owners: Vec<RoomTag>,
+    /// Number of the oldest header it may hold.
+    first_header: u64,
+    notified: bool,
+}
+
+/// A send to be started.
+pub(super) struct Operation {
+    pub(super) message: *mut libc::msghdr,
+    pub(super) direction: Direction,
+    pub(super) ticket: u32,
+}
+
+impl Transmit {
+    pub(super) fn new(zero_copy: bool) -> Self {
+        Self {
+            memory: OpMemory::new(),
+            strips: StripQueue::new(),
+            waiting: VecDeque::with_capacity(WAITING_FRAMES),
+            waiting_bytes: 0,
+            filling: None,
+            ledger: Ledger::new(WINDOW_FRAMES),
+            rejects: VecDeque::with_capacity(WINDOW_FRAMES),
+            ack: None,
+            headers: 0,
+            leaving: VecDeque::with_capacity(HEADERS_PER_LANE),
+            in_flight: None,
+            disowned: Vec::new(),
+            zero_copy,
+            copied_in_a_row: 0,
+            next_ticket: 0,
+            zero_copy_sends: VecDeque::with_capacity(ZERO_COPY_SENDS),
+            spare_owners: Vec::with_capacity(ZERO_COPY_SENDS),
+        }
+    }
+
+    pub(super) fn has_room(&self) -> bool {
+        self.waiting.len() < WAITING_FRAMES
+            && self.waiting_bytes < WAITING_BYTES
+            && self.ledger.free() > self.waiting.len()
+    }
+
+    /// Bytes that stand before a frame posted now.
+    pub(super) fn backlog(&self) -> u64 {
+        self.waiting_bytes + self.strips.bytes()
+    }
+
+    pub(super) fn post(&mut self, posting: Posting) {
+        self.waiting_bytes += u64::from(posting.frame.payload_bytes);
+        self.waiting.push_back(posting);
+    }
+
+    pub(super) fn answer(&mut self, seq: u64, reject: Option<Frame>) {
+        self.rejects.extend(reject);
+        self.ack = Some(seq);
+    }
+
+    /// The next operation, when there is anything to send and none is in flight.
+    pub(super) fn next(&mut self) -> Option<Operation> {
+        if self.in_flight.is_some() {
+            return None;
+        }
+        self.fill();
+        if self.strips.is_empty() {
+            return None;
+        }
+        let (mut direction, mut ticket) = (Direction::Send, 0);
+        if self.zero_copy
+            && self.strips.bytes() >= ZERO_COPY_BYTES_MIN
+            && self.zero_copy_sends.len() < ZERO_COPY_SENDS
+        {
+            self.next_ticket = (self.next_ticket + 1) & 0x00ff_ffff;
+            (direction, ticket) = (Direction::SendZeroCopy, self.next_ticket);
+            let mut owners = self.spare_owners.pop().unwrap_or_default();
+            owners.extend(self.strips.iter().filter_map(|strip| strip.owner));
+            owners.dedup();
+            let first_header = self.headers - self.strips.headers() as u64;
+            self.zero_copy_sends.push_back(ZeroCopySend { ticket, owners, first_header, notified: false });
+        }
+        let message = self.memory.fill(self.strips.iter().map(|strip| (strip.addr, strip.bytes)));
+        self.in_flight = Some(InFlight { direction, ticket, cancelling: false });
+        Some(Operation { message, direction, ticket })
+    }
+
+    /// The operation to be cancelled so that nothing is in flight soon, unless it has been already.
+    pub(super) fn cancel(&mut self) -> Option<(Direction, u32)> {
+        let op = self.in_flight.as_mut().filter(|op| !op.cancelling)?;
+        op.cancelling = true;
+        Some((op.direction, op.ticket))
+    }
+
+    pub(super) const fn is_in_flight(&self) -> bool {
+        self.in_flight.is_some()
+    }
+
+    /// Whether every header slot is held by strips not sent, or by zero-copy sends under way.
+    fn headers_are_held(&self) -> bool {
+        let unsent = self.headers - self.strips.headers() as u64;
+        let oldest = self.zero_copy_sends.front().map_or(unsent, |send| send.first_header.min(unsent));
+        self.headers - oldest >= HEADERS_PER_LANE as u64
+    }
+
+    /// Lays out headers and payload for the next operation.
+    fn fill(&mut self) {
+        while !self.strips.is_full() {
+            match &mut self.filling {
+                Some(Filling::Pages { tag, runs }) => match runs.next() {
+                    Some(run) => {
+                        let (addr, bytes, owner) = (run.src, run.bytes as usize, Some(*tag));
+                        self.strips.push(Queued { addr, bytes, owner, header: false });
+                    }
+                    None => self.filling = None,
+                },
+                Some(Filling::Zeros { bytes: 0 }) => self.filling = None,
+                Some(Filling::Zeros { bytes }) => {
+                    let part = (*bytes).min(FILLER_BYTES);
+                    *bytes -= part;
+                    let addr = super::filler::zeros().unwrap_or_default();
+                    self.strips.push(Queued { addr, bytes: part as usize, owner: None, header: false });
+                }
+                None => {
+                    if self.headers_are_held() {
+                        return;
+                    }
+                    if let Some(reject) = self.rejects.pop_front() {
+                        self.push_header(reject, None, 0);
+                    } else if let Some(seq) = self.ack.take() {
+                        self.push_header(Frame::Ack { seq }, None, 0);
+                    } else if self.strips.bytes() < OPERATION_BYTES
+                        && let Some(posting) = self.waiting.pop_front()
+                    {
+                        self.waiting_bytes -= u64::from(posting.frame.payload_bytes);
+                        let mut frame = posting.frame;
+                        frame.seq = self.ledger.post((posting.tag, posting.landed()));
+                        self.push_header(Frame::Data(frame), Some(posting.tag), frame.payload_bytes.into());
+                        self.filling = Some(Filling::Pages { tag: posting.tag, runs: posting.runs });
+                    } else {
+                        return;
+                    }
+                }
+            }
+        }
+    }
+
+    fn push_header(&mut self, frame: Frame, tag: Option<RoomTag>, payload_bytes: u64) {
+        let slot = (self.headers % HEADERS_PER_LANE as u64) as usize;
+        self.headers += 1;
+        self.memory.set_header(slot, frame.encode());
+        let addr = self.memory.header_addr(slot);
+        self.strips.push(Queued { addr, bytes: HEADER_BYTES, owner: None, header: true });
+        self.leaving.push_back((tag, HEADER_BYTES as u64 + payload_bytes));
+    }
+
+    /// The operation in flight has ended, having moved `bytes`; with `held`, a notification follows.
+    /// Tells of every frame that has left whole.
+    pub(super) fn ended(&mut self, bytes: usize, held: bool, mut sent: impl FnMut(RoomTag)) {
+        let op = self.in_flight.take();
+        self.strips.advance(bytes);
+        let mut moved = bytes as u64;
+        while let Some((tag, left)) = self.leaving.front_mut() {
+            let part = moved.min(*left);
+            *left -= part;
+            moved -= part;
+            if *left > 0 {
+                break;
+            }
+            if let Some(tag) = *tag {
+                sent(tag);
+            }
+            self.leaving.pop_front();
+        }
+        if op.is_some_and(|op| op.direction == Direction::SendZeroCopy)
+            && !held
+            && let Some(send) = self.zero_copy_sends.back_mut()
+        {
+            send.notified = true;
+        }
+        self.retire_zero_copy();
+        for tag in std::mem::take(&mut self.disowned) {
+            self.disown(tag);
+        }
+    }
+
+    /// A zero-copy send's pages are free.
+    pub(super) fn notified(&mut self, ticket: u32, copied: bool) {
+        if let Some(send) = self.zero_copy_sends.iter_mut().find(|send| send.ticket == ticket) {
+            send.notified = true;
+        }
+        self.retire_zero_copy();
+        self.copied_in_a_row = if copied { self.copied_in_a_row + 1 } else { 0 };
+        if self.zero_copy && self.copied_in_a_row >= COPIED_MAX {
+            self.zero_copy = false;
+            tracing::debug!("zero-copy sends are copied by the kernel on this lane; switched off");
+        }
+    }
+
+    fn retire_zero_copy(&mut self) {
+        // Header slots are a ring, so they are given back in order.
+        while let Some(mut send) = self.zero_copy_sends.pop_front_if(|send| send.notified) {
+            send.owners.clear();
+            self.spare_owners.push(send.owners);
+        }
+    }
+
+    /// Stops reading a room's pages. Says whether the operation in flight must be cancelled for it.
+    pub(super) fn retract(&mut self, tag: RoomTag) -> bool {
+        let waiting_bytes = &mut self.waiting_bytes;
+        self.waiting.retain(|posting| {
+            if posting.tag == tag {
+                *waiting_bytes -= u64::from(posting.frame.payload_bytes);
+            }
+            posting.tag != tag
+        });
+        if self.in_flight.is_some() {
+            self.disowned.push(tag);
+            return self.strips.iter().any(|strip| strip.owner == Some(tag));
+        }
+        self.disown(tag);
+        false
+    }
+
+    /// Replaces what is left of a room's frames by filler. Its peer counts that as arrived; the room
+    /// has failed, and was not said to be finished, so nobody will call it done.
+    fn disown(&mut self, tag: RoomTag) {
+        self.leaving.iter_mut().filter(|(owner, _)| *owner == Some(tag)).for_each(|(owner, _)| *owner = None);
+        self.strips.disown(tag, super::filler::zeros().unwrap_or_default());
+        if let Some(Filling::Pages { tag: filling, runs }) = &mut self.filling
+            && *filling == tag
+        {
+            self.filling = Some(Filling::Zeros { bytes: runs.map(|run| run.bytes).sum() });
+        }
+    }
+
+    /// Whether the kernel, or a later operation, may still read the room's pages.
+    pub(super) fn reads(&self, tag: RoomTag) -> bool {
+        self.strips.iter().any(|strip| strip.owner == Some(tag))
+            || self.waiting.iter().any(|posting| posting.tag == tag)
+            || matches!(&self.filling, Some(Filling::Pages { tag: filling, .. }) if *filling == tag)
+            || self.zero_copy_sends.iter().any(|send| !send.notified && send.owners.contains(&tag))
+    }
+
+    /// Whether the kernel holds pages of zero-copy sends.
+    pub(super) fn holds_pages(&self) -> bool {
+        !self.zero_copy_sends.is_empty()
+    }
+
+    /// The lane is gone: whose frames were not acknowledged.
+    pub(super) fn abandon(&mut self) -> impl Iterator<Item = RoomTag> {
+        self.strips.clear();
+        self.filling = None;
+        self.ledger.drain().map(|(tag, _)| tag).chain(self.waiting.drain(..).map(|posting| posting.tag))
+    }
+}

@@ -1,0 +1,210 @@
+//! What a room's handle and the worker share. The worker writes, handles read; reading never waits.
+
+use std::sync::OnceLock;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+
+use bytes::Bytes;
+use tokio::sync::Notify;
+
+use crate::failure::{Failure, Landed};
+use crate::ids::{Epoch, Incarnation, Role, RoomId, RoomState};
+use crate::memory::PoolId;
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct RoomCell {
+    pub(crate) room: RoomId,
+    pub(crate) role: Role,
+    /// The worker's slot of the room, once it has one.
+    pub(crate) slot: AtomicU32,
+    /// Chunks handed in that are not wholly posted.
+    pub(crate) queued_chunks: AtomicU32,
+    state: AtomicU8,
+    /// Nothing is read from or placed in the room's pages any more.
+    released: AtomicBool,
+    page_writes: AtomicU64,
+    bytes: AtomicU64,
+    chunks: AtomicU64,
+    opened_us: u64,
+    granted_us: AtomicU64,
+    first_us: AtomicU64,
+    ended_us: AtomicU64,
+    bound: OnceLock<Bound>,
+    verdict: OnceLock<Result<(), Failure>>,
+    aux: OnceLock<Bytes>,
+    changed: Notify,
+    /// Somebody waits for room to hand in a chunk.
+    wants_room: AtomicBool,
+    /// The engine's count of rooms that are not released.
+    unreleased: Arc<AtomicU32>,
+}
+
+/// What a room learns when both sides are known to each other.
+#[derive(Clone, Debug)]
+pub(crate) struct Bound {
+    pub(crate) peer: Incarnation,
+    pub(crate) peer_addr: String,
+    pub(crate) epoch: Epoch,
+    pub(crate) note: Bytes,
+    /// Longest aux row that the receiver takes.
+    pub(crate) aux_bytes: u32,
+    pub(crate) pools: Vec<BoundPool>,
+}
+
+/// What may be written of one pool.
+#[derive(Clone, Debug)]
+pub(crate) struct BoundPool {
+    pub(crate) pool: PoolId,
+    /// Positions granted.
+    pub(crate) positions: u32,
+    /// Layers that both sides hold.
+    pub(crate) layers: std::ops::Range<u32>,
+    pub(crate) planes: u32,
+}
+
+const NEVER: u64 = u64::MAX;
+pub(crate) const NO_SLOT: u32 = u32::MAX;
+
+impl RoomCell {
+    /// A room, counted in `unreleased` until it is released.
+    pub(crate) fn new(room: RoomId, role: Role, now_us: u64, unreleased: &Arc<AtomicU32>) -> Arc<Self> {
+        unreleased.fetch_add(1, Ordering::Relaxed);
+        Arc::new(Self {
+            room,
+            role,
+            slot: AtomicU32::new(NO_SLOT),
+            queued_chunks: AtomicU32::new(0),
+            state: AtomicU8::new(RoomState::Bootstrapping as u8),
+            released: AtomicBool::new(false),
+            page_writes: AtomicU64::new(0),
+            bytes: AtomicU64::new(0),
+            chunks: AtomicU64::new(0),
+            opened_us: now_us,
+            granted_us: AtomicU64::new(NEVER),
+            first_us: AtomicU64::new(NEVER),
+            ended_us: AtomicU64::new(NEVER),
+            bound: OnceLock::new(),
+            verdict: OnceLock::new(),
+            aux: OnceLock::new(),
+            changed: Notify::new(),
+            wants_room: AtomicBool::new(false),
+            unreleased: Arc::clone(unreleased),
+        })
+    }
+
+    pub(crate) fn state(&self) -> RoomState {
+        RoomState::from_u8(self.state.load(Ordering::Acquire))
+    }
+
+    pub(crate) fn is_released(&self) -> bool {
+        self.released.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn bound(&self) -> Option<&Bound> {
+        self.bound.get()
+    }
+
+    pub(crate) fn verdict(&self) -> Option<&Result<(), Failure>> {
+        self.verdict.get()
+    }
+
+    pub(crate) fn aux(&self) -> Option<&Bytes> {
+        self.aux.get()
+    }
+
+    pub(crate) fn landed(&self) -> Landed {
+        Landed { page_writes: self.page_writes.load(Ordering::Relaxed), bytes: self.bytes.load(Ordering::Relaxed) }
+    }
+
+    pub(crate) fn chunks(&self) -> u64 {
+        self.chunks.load(Ordering::Relaxed)
+    }
+
+    /// Waits until `ready` says so. The check comes after enlisting, so no change is missed.
+    pub(crate) async fn wait_for<T>(&self, ready: impl Fn(&Self) -> Option<T>) -> T {
+        loop {
+            let mut changed = std::pin::pin!(self.changed.notified());
+            changed.as_mut().enable();
+            if let Some(value) = ready(self) {
+                return value;
+            }
+            changed.await;
+        }
+    }
+
+    /// As [`RoomCell::wait_for`], for room in the chunk queue: asks the worker to say so.
+    pub(crate) async fn wait_for_room<T>(&self, ready: impl Fn(&Self) -> Option<T>) -> T {
+        self.wait_for(|cell| {
+            cell.wants_room.store(true, Ordering::SeqCst);
+            ready(cell)
+        })
+        .await
+    }
+
+    /// Microseconds (opened to granted, granted to end, first byte to end), as far as they have come.
+    pub(crate) fn timings_us(&self, now_us: u64) -> (u64, u64, u64) {
+        let at = |time: &AtomicU64| match time.load(Ordering::Relaxed) {
+            NEVER => None,
+            time => Some(time),
+        };
+        let end = at(&self.ended_us).unwrap_or(now_us);
+        let granted = at(&self.granted_us);
+        let since = |from: Option<u64>| from.map_or(0, |from| end.saturating_sub(from));
+        (granted.unwrap_or(end).saturating_sub(self.opened_us), since(granted), since(at(&self.first_us)))
+    }
+
+    // What follows is the worker's.
+
+    pub(crate) fn bind(&self, bound: Bound, now_us: u64) {
+        self.granted_us.store(now_us, Ordering::Relaxed);
+        if self.bound.set(bound).is_ok() {
+            self.changed.notify_waiters();
+        }
+    }
+
+    /// State only moves forward: to a higher number, or to the end.
+    pub(crate) fn advance(&self, state: RoomState) {
+        if self.state.load(Ordering::Relaxed) != state as u8 {
+            self.state.store(state as u8, Ordering::Release);
+            self.changed.notify_waiters();
+        }
+    }
+
+    pub(crate) fn count(&self, landed: Landed) {
+        self.page_writes.store(landed.page_writes, Ordering::Relaxed);
+        self.bytes.store(landed.bytes, Ordering::Relaxed);
+    }
+
+    pub(crate) fn mark_first(&self, now_us: u64) {
+        let _ = self.first_us.compare_exchange(NEVER, now_us, Ordering::Relaxed, Ordering::Relaxed);
+    }
+
+    pub(crate) fn chunk_posted(&self) {
+        self.chunks.fetch_add(1, Ordering::Relaxed);
+        self.queued_chunks.fetch_sub(1, Ordering::SeqCst);
+        if self.wants_room.load(Ordering::SeqCst) && self.wants_room.swap(false, Ordering::SeqCst) {
+            self.changed.notify_waiters();
+        }
+    }
+
+    pub(crate) fn keep_aux(&self, aux: Bytes) {
+        let _ = self.aux.set(aux);
+    }
+
+    /// Ends the room. Only the first verdict counts.
+    pub(crate) fn end(&self, verdict: Result<(), Failure>, now_us: u64) {
+        let state = if verdict.is_ok() { RoomState::Success } else { RoomState::Failed };
+        if self.verdict.set(verdict).is_ok() {
+            self.ended_us.store(now_us, Ordering::Relaxed);
+            self.advance(state);
+        }
+    }
+
+    pub(crate) fn release(&self) {
+        if !self.released.swap(true, Ordering::AcqRel) {
+            self.unreleased.fetch_sub(1, Ordering::Relaxed);
+            self.changed.notify_waiters();
+        }
+    }
+}

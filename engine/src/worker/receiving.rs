@@ -1,0 +1,409 @@
+//! The worker's receiving rooms: granted, counted, judged. What may be placed is decided here.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use bytes::Bytes;
+
+use super::peers::Peers;
+use super::slots::Slots;
+use super::stats::Stats;
+use super::submit::{AuxSlot, GrantOrder};
+use super::{Timer, Worker};
+use crate::fabric::{Fabric, Gate, PeerIndex};
+use crate::failure::{Failure, FailureKind, Landed};
+use crate::ids::{Epoch, Micros, Role};
+use crate::memory::{PageMap, PoolId};
+use crate::plan::{Pieces, Strips};
+use crate::room::cell::{Bound, BoundPool, NO_SLOT, RoomCell};
+use crate::room::receiver::{Receiver, ReceiverEvent, ReceiverReaction};
+use crate::wire::frame::{DataFrame, RejectReason};
+use crate::wire::message::{Grant, GrantedPool, Message};
+
+/// A receiving room in the worker.
+#[derive(Debug)]
+pub(super) struct RecvRoom {
+    pub(super) cell: Arc<RoomCell>,
+    pub(super) core: Receiver,
+    pub(super) peer: PeerIndex,
+    pools: Vec<TargetPool>,
+    aux: Option<AuxSlot>,
+    aux_bytes: u32,
+    note: Bytes,
+}
+
+/// Granted pages of one pool.
+#[derive(Debug)]
+struct TargetPool {
+    pool: PoolId,
+    pages: Arc<[u32]>,
+    map: Arc<PageMap>,
+}
+
+/// All receiving rooms of a worker.
+#[derive(Debug)]
+pub(super) struct Receiving {
+    pub(super) rooms: Slots<RecvRoom>,
+    by_epoch: HashMap<Epoch, u32>,
+    /// Rooms that frames have arrived for since the last look, with what the core said to do.
+    reactions: Vec<(u32, Epoch, ReceiverReaction)>,
+    /// Rooms whose first frame has arrived.
+    started: Vec<u32>,
+    /// Frames outside their grant: the room, and what was wrong.
+    outside: Vec<(u32, Epoch, String)>,
+}
+
+impl Receiving {
+    pub(super) fn new(max_rooms: usize) -> Self {
+        Self {
+            rooms: Slots::new(max_rooms),
+            by_epoch: HashMap::new(),
+            reactions: Vec::new(),
+            started: Vec::new(),
+            outside: Vec::new(),
+        }
+    }
+
+    fn live(&mut self, slot: u32, epoch: Epoch) -> Option<&mut RecvRoom> {
+        self.rooms.get_mut(slot).filter(|room| room.core.epoch() == epoch && room.core.is_live())
+    }
+}
+
+/// The gate: grants against frames. Borrows what the worker needs not while the fabric polls.
+pub(super) struct Grants<'a> {
+    pub(super) receiving: &'a mut Receiving,
+    pub(super) peers: &'a Peers,
+    pub(super) stats: &'a mut Stats,
+    pub(super) now: Micros,
+}
+
+impl Gate for Grants<'_> {
+    fn admit(&mut self, peer: PeerIndex, frame: &DataFrame) -> Result<Strips, RejectReason> {
+        let room = self.receiving.live(frame.slot, frame.epoch).filter(|room| room.peer == peer);
+        let Some(room) = room else {
+            self.stats.frames_refused += 1;
+            return Err(RejectReason::Revoked);
+        };
+        match covered(room, self.peers, frame) {
+            Ok(strips) => Ok(strips),
+            Err(what) => {
+                self.stats.frames_refused += 1;
+                self.receiving.outside.push((frame.slot, frame.epoch, what.to_owned()));
+                Err(RejectReason::Outside)
+            }
+        }
+    }
+
+    fn placed(&mut self, frame: &DataFrame) {
+        self.stats.frames_placed += 1;
+        self.stats.bytes_placed += u64::from(frame.payload_bytes);
+        let Some(room) = self.receiving.live(frame.slot, frame.epoch) else {
+            self.stats.late_events += 1;
+            return;
+        };
+        let first = room.core.arrived() == Landed::default();
+        let landed = Landed { page_writes: frame.pieces.into(), bytes: frame.payload_bytes.into() };
+        let reaction = room.core.on(self.now, ReceiverEvent::Placed(landed));
+        room.cell.count(room.core.arrived());
+        if first {
+            self.receiving.started.push(frame.slot);
+        }
+        if reaction != ReceiverReaction::Nothing {
+            self.receiving.reactions.push((frame.slot, frame.epoch, reaction));
+        }
+    }
+}
+
+fn wrong_counts(landed: Landed) -> String {
+    let Landed { page_writes, bytes } = landed;
+    format!("{page_writes} page writes and {bytes} bytes arrived, other numbers were sent")
+}
+
+/// The memory a frame goes to, if the grant covers all of it.
+fn covered(room: &RecvRoom, peers: &Peers, frame: &DataFrame) -> Result<Strips, &'static str> {
+    let peer = peers.get(room.peer).ok_or("the peer is not known")?;
+    let target =
+        room.pools.iter().find(|target| target.pool.0 == frame.pool).ok_or("a frame names a pool that was not granted")?;
+    let pairing = &peer.pools.get(target.pool.index()).ok_or("a frame names a pool that is not here")?.pairing;
+    let (layer, layers) = (u32::from(frame.layer), u32::from(frame.layers));
+    if layers == 0 || layer < pairing.layers.start || layer + layers > pairing.layers.end {
+        return Err("a frame names layers that the two sides do not share");
+    }
+    let positions = target.pages.len() as u64;
+    if frame.count == 0 || u64::from(frame.at) + u64::from(frame.count) > positions {
+        return Err("a frame names positions behind the granted ones");
+    }
+    let total = u64::from(layers) * u64::from(pairing.planes) * u64::from(frame.count);
+    if frame.pieces == 0 || u64::from(frame.first) + u64::from(frame.pieces) > total {
+        return Err("a frame names page writes that its chunk does not have");
+    }
+    if u64::from(frame.payload_bytes) != u64::from(frame.pieces) * pairing.piece_bytes() {
+        return Err("a frame's payload is not as long as its page writes");
+    }
+    let pieces = Pieces {
+        layer: layer - pairing.first_layer,
+        planes: pairing.planes,
+        count: frame.count,
+        first: frame.first,
+        len: frame.pieces,
+    };
+    Ok(Strips::new(Arc::clone(&target.map), Arc::clone(&target.pages), frame.at as usize, pairing.local, pieces))
+}
+
+impl<F: Fabric> Worker<F> {
+    pub(super) fn grant(&mut self, now: Micros, order: GrantOrder) {
+        let GrantOrder { cell, peer, epoch, deadline, pools, aux, aux_bytes, note } = order;
+        let index = self.peers.find(peer);
+        let targets: Option<Vec<TargetPool>> = pools
+            .into_iter()
+            .map(|(pool, pages)| {
+                let map = Arc::clone(self.pools.get(pool.index())?.as_ref()?);
+                Some(TargetPool { pool, pages, map })
+            })
+            .collect();
+        let (Some(index), Some(targets)) = (index, targets) else {
+            // Gone between the caller's check and now.
+            let causes = vec!["the peer or a pool went away before the grant was sent".to_owned()];
+            let failure = self.failure(&cell, Role::Receiver, FailureKind::PeerDied, None, causes);
+            cell.end(Err(failure), now.0);
+            self.tell_ended(Arc::clone(&cell));
+            cell.release();
+            return;
+        };
+        let Some(known) = self.peers.get(index) else { return };
+        let bound = Bound {
+            peer,
+            peer_addr: known.addr.clone(),
+            epoch,
+            note: note.clone(),
+            aux_bytes,
+            pools: targets
+                .iter()
+                .filter_map(|target| {
+                    let pairing = &known.pools.get(target.pool.index())?.pairing;
+                    Some(BoundPool {
+                        pool: target.pool,
+                        positions: target.pages.len() as u32,
+                        layers: pairing.layers.clone(),
+                        planes: pairing.planes,
+                    })
+                })
+                .collect(),
+        };
+        cell.bind(bound, now.0);
+        let room = RecvRoom {
+            cell: Arc::clone(&cell),
+            core: Receiver::new(epoch, deadline),
+            peer: index,
+            pools: targets,
+            aux,
+            aux_bytes,
+            note,
+        };
+        let Ok((slot, generation)) = self.receiving.rooms.insert(room) else {
+            let causes = vec!["the engine's room table is full".to_owned()];
+            let failure = self.failure(&cell, Role::Receiver, FailureKind::Shutdown, None, causes);
+            cell.end(Err(failure), now.0);
+            cell.release();
+            return;
+        };
+        cell.slot.store(slot, Ordering::Relaxed);
+        self.receiving.by_epoch.insert(epoch, slot);
+        self.timers.set(deadline, Timer::Receive { slot, generation });
+        self.say_grant(now, slot);
+        cell.advance(crate::ids::RoomState::WaitingForInput);
+    }
+
+    fn say_grant(&mut self, now: Micros, slot: u32) {
+        let Some(room) = self.receiving.rooms.get(slot) else { return };
+        let grant = Grant {
+            room: room.cell.room,
+            epoch: room.core.epoch(),
+            slot,
+            deadline_ms: room.core.deadline().since(now) / 1000,
+            pools: room
+                .pools
+                .iter()
+                .map(|target| GrantedPool { pool: target.pool.0, pages: target.pages.to_vec() })
+                .collect(),
+            aux_bytes: room.aux_bytes,
+            note: room.note.clone(),
+        };
+        self.peers.tell(room.peer, Message::Grant(grant));
+    }
+
+    /// Handles what the gate noted while the fabric polled.
+    pub(super) fn after_poll(&mut self, now: Micros) {
+        for slot in std::mem::take(&mut self.receiving.started) {
+            if let Some(room) = self.receiving.rooms.get(slot) {
+                room.cell.mark_first(now.0);
+                room.cell.advance(room.core.state());
+            }
+        }
+        for (slot, epoch, reaction) in std::mem::take(&mut self.receiving.reactions) {
+            if self.receiving.rooms.get(slot).is_some_and(|room| room.core.epoch() == epoch) {
+                self.react_receiver(now, slot, reaction, None);
+            }
+        }
+        for (slot, epoch, what) in std::mem::take(&mut self.receiving.outside) {
+            if self.receiving.live(slot, epoch).is_some() {
+                self.step_receiver(now, slot, ReceiverEvent::Fault(FailureKind::OutsideGrant), vec![what]);
+            }
+        }
+    }
+
+    /// The sender says that everything was sent.
+    pub(super) fn told_finished(&mut self, now: Micros, peer: PeerIndex, epoch: Epoch, sent: Landed, aux: Bytes) {
+        let Some(slot) = self.slot_of(peer, epoch) else {
+            self.answer_unknown(peer, epoch);
+            return;
+        };
+        let Some(room) = self.receiving.rooms.get_mut(slot) else { return };
+        if room.core.is_live() {
+            let too_long = aux.len() > room.aux_bytes as usize;
+            let put = room.aux.as_ref().map(|to| to.region.write_at(to.offset, &aux[..aux.len().min(to.len)]));
+            if too_long || matches!(put, Some(Err(_))) {
+                let causes = vec![format!("an aux row of {} bytes, {} granted", aux.len(), room.aux_bytes)];
+                self.step_receiver(now, slot, ReceiverEvent::Fault(FailureKind::AuxTooLong), causes);
+                return;
+            }
+            room.cell.keep_aux(aux);
+        }
+        self.step_receiver(now, slot, ReceiverEvent::ToldFinished { epoch, sent }, Vec::new());
+    }
+
+    /// The sender says that the room has failed.
+    pub(super) fn receiver_told_failed(&mut self, now: Micros, peer: PeerIndex, epoch: Epoch, failure: Failure) {
+        let Some(slot) = self.slot_of(peer, epoch) else {
+            self.answer_unknown(peer, epoch);
+            return;
+        };
+        let Some(room) = self.receiving.rooms.get_mut(slot) else { return };
+        let reaction = room.core.on(now, ReceiverEvent::ToldFailed(epoch));
+        self.react_receiver(now, slot, reaction, Some(failure));
+    }
+
+    fn slot_of(&self, peer: PeerIndex, epoch: Epoch) -> Option<u32> {
+        let &slot = self.receiving.by_epoch.get(&epoch)?;
+        self.receiving.rooms.get(slot).filter(|room| room.peer == peer).map(|_| slot)
+    }
+
+    /// A sender asks about a room that is not in the table: it is told the verdict, if that is known.
+    fn answer_unknown(&mut self, peer: PeerIndex, epoch: Epoch) {
+        self.stats.late_events += 1;
+        let Some(incarnation) = self.peers.get(peer).map(|peer| peer.incarnation) else { return };
+        if let Some(verdict) = self.verdicts.find(incarnation, epoch, Role::Receiver).cloned() {
+            self.peers.tell(peer, verdict);
+        }
+    }
+
+    pub(super) fn receiver_tick(&mut self, now: Micros, slot: u32, generation: u32) {
+        if self.receiving.rooms.get_exact(slot, generation).is_some() {
+            self.step_receiver(now, slot, ReceiverEvent::Tick, Vec::new());
+        }
+    }
+
+    pub(super) fn step_receiver(&mut self, now: Micros, slot: u32, event: ReceiverEvent, causes: Vec<String>) {
+        let Some(room) = self.receiving.rooms.get_mut(slot) else { return };
+        let before = room.core.state();
+        let reaction = room.core.on(now, event);
+        let failure = match reaction {
+            ReceiverReaction::Fail(kind) => {
+                let cell = Arc::clone(&room.cell);
+                let landed = room.core.arrived();
+                let causes = if causes.is_empty() {
+                    vec![match kind {
+                        FailureKind::DeadlineExceeded => format!("the deadline passed in state {before:?}"),
+                        FailureKind::CountMismatch => wrong_counts(landed),
+                        kind => kind.slug().to_owned(),
+                    }]
+                } else {
+                    causes
+                };
+                Some(self.failure(&cell, Role::Receiver, kind, None, causes))
+            }
+            _ => None,
+        };
+        self.react_receiver(now, slot, reaction, failure);
+    }
+
+    fn react_receiver(&mut self, now: Micros, slot: u32, reaction: ReceiverReaction, failure: Option<Failure>) {
+        let Some(room) = self.receiving.rooms.get_mut(slot) else { return };
+        let (id, epoch, peer) = (room.cell.room, room.core.epoch(), room.peer);
+        let landed = room.core.arrived();
+        let failed = |failure: Failure| Message::Failed { room: id, epoch, to: Role::Sender, failure: Box::new(failure) };
+        let (verdict, tell) = match (reaction, failure) {
+            (ReceiverReaction::Nothing, _) => return room.cell.advance(room.core.state()),
+            (ReceiverReaction::Late, _) => {
+                self.stats.late_events += 1;
+                return;
+            }
+            (ReceiverReaction::Repeat, _) => return self.answer_unknown(peer, epoch),
+            (ReceiverReaction::Done(landed), _) => (Ok(()), Some(Message::Landed { room: id, epoch, landed })),
+            (ReceiverReaction::FailAsTold { answer }, Some(failure)) => {
+                let message = failed(failure.clone());
+                (Err(failure), answer.then_some(message))
+            }
+            (ReceiverReaction::Fail(kind), failure) => {
+                let cell = Arc::clone(&room.cell);
+                let failure = failure
+                    .unwrap_or_else(|| self.failure(&cell, Role::Receiver, kind, None, vec![wrong_counts(landed)]));
+                (Err(failure.clone()), Some(failed(failure)))
+            }
+            (ReceiverReaction::FailAsTold { .. }, None) => return,
+        };
+        if let Some(known) = self.peers.get(peer) {
+            let keep = match (&tell, &verdict) {
+                (Some(message), _) => Some(message.clone()),
+                (None, Err(failure)) => Some(failed(failure.clone())),
+                (None, Ok(())) => None,
+            };
+            if let Some(message) = keep {
+                self.verdicts.keep(known.incarnation, epoch, Role::Receiver, message);
+            }
+        }
+        if let Some(message) = tell {
+            self.peers.tell(peer, message);
+        }
+        if let Some(room) = self.receiving.rooms.get(slot) {
+            room.cell.end(verdict, now.0);
+            let cell = Arc::clone(&room.cell);
+            self.tell_ended(cell);
+        }
+        self.fabric.revoke(slot, epoch);
+    }
+
+    /// Nothing is placed in the room's pages any more.
+    pub(super) fn target_quiet(&mut self, slot: u32, epoch: Epoch) {
+        if self.receiving.rooms.get(slot).is_some_and(|room| room.core.epoch() == epoch) {
+            self.receiving.by_epoch.remove(&epoch);
+            if let Some(room) = self.receiving.rooms.remove(slot) {
+                room.cell.slot.store(NO_SLOT, Ordering::Relaxed);
+                room.cell.release();
+            }
+        }
+    }
+
+    pub(super) fn fail_receivers_of(&mut self, now: Micros, peer: PeerIndex, kind: FailureKind, causes: &[String]) {
+        for slot in self.receiving.rooms.indices() {
+            if self.receiving.rooms.get(slot).is_some_and(|room| room.peer == peer) {
+                self.step_receiver(now, slot, ReceiverEvent::Fault(kind), causes.to_vec());
+            }
+        }
+    }
+
+    /// Says again the grants that stand with a peer whose session came back.
+    pub(super) fn resume_receivers(&mut self, now: Micros, peer: PeerIndex) {
+        for slot in self.receiving.rooms.indices() {
+            if self.receiving.rooms.get(slot).is_some_and(|room| room.peer == peer && room.core.is_live()) {
+                self.say_grant(now, slot);
+            }
+        }
+    }
+
+    /// Live or unreleased rooms that have a pool granted.
+    pub(super) fn receivers_using(&self, pool: PoolId) -> usize {
+        self.receiving.rooms.iter().filter(|(_, room)| room.pools.iter().any(|target| target.pool == pool)).count()
+    }
+}

@@ -1,0 +1,197 @@
+//! The worker's thread: pinned, then its ring opened, then ready; turning until it is stopped.
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::stats::SharedStats;
+use super::wake::Wakeup;
+use super::{Queues, Worker};
+use crate::config::{EngineConfig, IoMode};
+use crate::fabric::Fabric;
+use crate::fabric::tcp::TcpFabric;
+use crate::fabric::tcp::driver::Driver;
+use crate::fabric::tcp::epoll::Epoll;
+use crate::ids::{Incarnation, Micros};
+use crate::memory::PageMap;
+use crate::wire::message::LaneIo;
+
+/// Longest sleep: how stale published counters can be.
+const SLEEP_MAX: Duration = Duration::from_millis(500);
+/// Turns between two looks at the published counters while busy.
+const TURNS_PER_PUBLISH: u64 = 1024;
+/// Polls of an idle worker between two looks at the clock.
+const SPINS_PER_CLOCK: u32 = 16;
+
+/// What a worker is made from.
+#[derive(Debug)]
+pub(crate) struct WorkerSetup {
+    pub(crate) config: Arc<EngineConfig>,
+    pub(crate) identity: Incarnation,
+    pub(crate) epoch_zero: Instant,
+    pub(crate) queues: Queues,
+    pub(crate) wakeup: Arc<Wakeup>,
+    pub(crate) pools: Vec<Arc<PageMap>>,
+    pub(crate) stats: Arc<SharedStats>,
+}
+
+/// How the worker does I/O, and why not better.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IoReport {
+    /// How lanes are read and written.
+    pub io: LaneIo,
+    /// Completions are run when the worker asks for them (`IORING_SETUP_DEFER_TASKRUN`, Linux 6.1).
+    pub defer_taskrun: bool,
+    /// The kernel has vectored zero-copy sends (`SENDMSG_ZC`, Linux 6.1).
+    pub sendmsg_zc: bool,
+    /// Why io_uring is not used, when it is not.
+    pub why_not: Option<String>,
+}
+
+/// The worker could not start.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum WorkerError {
+    #[error("cannot pin the worker to CPU {cpu}: {source}")]
+    Pin { cpu: usize, source: std::io::Error },
+    #[error("io_uring is required and cannot be used: {0}")]
+    IoUring(String),
+    #[error(transparent)]
+    Os(#[from] std::io::Error),
+}
+
+/// Starts the worker's thread and waits until it is ready.
+pub(crate) fn spawn(setup: WorkerSetup) -> Result<(JoinHandle<()>, IoReport), WorkerError> {
+    let (ready, wait) = std::sync::mpsc::sync_channel(1);
+    let thread = std::thread::Builder::new().name("kvferry-worker".to_owned()).spawn(move || {
+        if let Some(cpu) = setup.config.worker_cpu
+            && let Err(source) = pin(cpu)
+        {
+            let _ = ready.send(Err(WorkerError::Pin { cpu, source }));
+            return;
+        }
+        // The driver is opened here, by the thread that uses it, after it was pinned.
+        match open_driver(&setup) {
+            #[cfg(feature = "io-uring")]
+            Ok((Opened::Uring(driver), report)) => {
+                let _ = ready.send(Ok(report));
+                run(setup, driver);
+            }
+            Ok((Opened::Epoll(driver), report)) => {
+                let _ = ready.send(Ok(report));
+                run(setup, driver);
+            }
+            Err(error) => {
+                let _ = ready.send(Err(error));
+            }
+        }
+    })?;
+    match wait.recv() {
+        Ok(Ok(report)) => Ok((thread, report)),
+        Ok(Err(error)) => Err(error),
+        Err(_) => Err(WorkerError::Os(std::io::Error::other("the worker ended before it was ready"))),
+    }
+}
+
+fn pin(cpu: usize) -> std::io::Result<()> {
+    if cpu >= rustix::thread::CpuSet::MAX_CPU {
+        return Err(std::io::Error::from(rustix::io::Errno::INVAL));
+    }
+    let mut set = rustix::thread::CpuSet::new();
+    set.set(cpu);
+    Ok(rustix::thread::sched_setaffinity(None, &set)?)
+}
+
+enum Opened {
+    #[cfg(feature = "io-uring")]
+    Uring(crate::fabric::tcp::uring::Uring),
+    Epoll(Epoll),
+}
+
+fn open_driver(setup: &WorkerSetup) -> Result<(Opened, IoReport), WorkerError> {
+    let why_not = match setup.config.io {
+        IoMode::Epoll => "epoll was asked for".to_owned(),
+        #[cfg(feature = "io-uring")]
+        IoMode::Auto | IoMode::RequireIoUring => {
+            match crate::fabric::tcp::uring::Uring::new(Arc::clone(&setup.wakeup)) {
+                Ok((driver, features)) => {
+                    let report = IoReport {
+                        io: LaneIo::IoUring,
+                        defer_taskrun: features.defer_taskrun,
+                        sendmsg_zc: features.sendmsg_zc,
+                        why_not: None,
+                    };
+                    if !features.defer_taskrun || !features.sendmsg_zc {
+                        tracing::info!(
+                            defer_taskrun = features.defer_taskrun,
+                            sendmsg_zc = features.sendmsg_zc,
+                            "io_uring is used without what this kernel lacks"
+                        );
+                    }
+                    return Ok((Opened::Uring(driver), report));
+                }
+                Err(why) => why,
+            }
+        }
+        #[cfg(not(feature = "io-uring"))]
+        IoMode::Auto | IoMode::RequireIoUring => "kvferry was built without the feature io-uring".to_owned(),
+    };
+    if setup.config.io == IoMode::RequireIoUring {
+        return Err(WorkerError::IoUring(why_not));
+    }
+    if setup.config.io == IoMode::Auto {
+        tracing::warn!(why = %why_not, "io_uring cannot be used; lanes go over epoll");
+    }
+    let driver = Epoll::new(Arc::clone(&setup.wakeup)).map_err(std::io::Error::from)?;
+    let report = IoReport { io: LaneIo::Epoll, defer_taskrun: false, sendmsg_zc: false, why_not: Some(why_not) };
+    Ok((Opened::Epoll(driver), report))
+}
+
+fn run<D: Driver>(setup: WorkerSetup, driver: D) {
+    let WorkerSetup { config, identity, epoch_zero, queues, wakeup, pools, stats } = setup;
+    let fabric = TcpFabric::new(driver, config.zero_copy);
+    let (max_rooms, max_peers) = (config.max_rooms as usize, config.max_peers as usize);
+    let mut worker = Worker::new(identity, fabric, queues, pools, max_rooms, max_peers, stats);
+    let clock = || Micros(u64::try_from(epoch_zero.elapsed().as_micros()).unwrap_or(u64::MAX));
+    let mut now = clock();
+    let mut idle_since = now;
+    let mut spins = 0;
+    let mut turns = 0u64;
+    loop {
+        let progress = worker.turn(now);
+        turns += 1;
+        if turns % TURNS_PER_PUBLISH == 0 {
+            worker.publish_stats();
+        }
+        if progress {
+            now = clock();
+            idle_since = now;
+            continue;
+        }
+        if worker.is_stopped() {
+            break;
+        }
+        if TcpFabric::<D>::SPINS {
+            spins += 1;
+            if spins % SPINS_PER_CLOCK != 0 {
+                std::hint::spin_loop();
+                continue;
+            }
+            now = clock();
+            if now.since(idle_since) < config.spin_us {
+                continue;
+            }
+        }
+        wakeup.prepare_sleep();
+        now = clock();
+        // Once more, now that whoever puts something in a queue will wake the worker for it.
+        if !worker.turn(now) {
+            worker.note_sleep();
+            let until_due = worker.next_deadline().map_or(SLEEP_MAX, |at| Duration::from_micros(at.since(now)));
+            worker.fabric_mut().sleep(until_due.min(SLEEP_MAX));
+        }
+        wakeup.awake();
+        now = clock();
+        idle_since = now;
+    }
+    worker.publish_stats();
+}
