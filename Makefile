@@ -1,36 +1,21 @@
-# The commands of CONTRIBUTING.md.
+# Short names for the scripts in ci/.
 
-CARGO ?= cargo
-# Seconds for each fuzz target.
-FUZZ_SECONDS ?= 60
+.PHONY: pair test check full fuzz bench
 
-.PHONY: pair test lint docs fuzz bench full
-
-# A prefill and a decode engine on this machine.
 pair:
-	$(CARGO) run --release --package kvferry-examples --bin pd-pair -- $(ARGS)
+	ci/pair $(ARGS)
 
 test:
-	$(CARGO) test --workspace
+	ci/test $(ARGS)
 
-lint:
-	$(CARGO) fmt --all -- --check
-	$(CARGO) clippy --workspace --all-targets -- -D warnings
-	$(CARGO) deny check bans licenses sources
+check:
+	.ci/run
 
-docs:
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps
+full:
+	ci/full
 
-# The targets live in a workspace of their own, built with the nightly toolchain.
 fuzz:
-	set -e; targets=$$($(CARGO) +nightly fuzz list); \
-	for target in $$targets; do \
-		$(CARGO) +nightly fuzz run $$target -- -max_total_time=$(FUZZ_SECONDS); \
-	done
+	ci/fuzz $(SECONDS_EACH)
 
 bench:
-	$(CARGO) run --release --package kvferry-bench --bin kvferry -- bench $(ARGS)
-
-# Everything, the tests also as optimised code and those marked too slow for every day.
-full: lint docs test fuzz
-	$(CARGO) test --workspace --release -- --include-ignored
+	cargo run --release --package kvferry-bench --bin kvferry -- bench $(ARGS)

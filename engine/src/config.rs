@@ -186,7 +186,9 @@ pub enum ConfigError {
         bytes: usize,
     },
     /// Anyone could join.
-    #[error("listening on {addr} without a secret would let anyone write KV pages; set a secret, listen on a loopback address, or set insecure")]
+    #[error(
+        "listening on {addr} without a secret would let anyone write KV pages; set a secret, listen on a loopback address, or set insecure"
+    )]
     Insecure {
         /// Address asked for.
         addr: SocketAddr,
@@ -198,7 +200,11 @@ impl EngineConfig {
     /// [`ConfigError`] naming the first setting that cannot be.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let within = |field, value: u64, low: u64, high: u64, want| {
-            if (low..=high).contains(&value) { Ok(()) } else { Err(ConfigError::Field { field, value, want }) }
+            if (low..=high).contains(&value) {
+                Ok(())
+            } else {
+                Err(ConfigError::Field { field, value, want })
+            }
         };
         within("name bytes", self.name.len() as u64, 0, NAME_BYTES_MAX as u64, "at most 64")?;
         within("lanes", u64::from(self.lanes), 1, u64::from(LANES_MAX), "1 to 64")?;
@@ -208,7 +214,13 @@ impl EngineConfig {
         within("connect_timeout_ms", self.connect_timeout_ms, 1, 600_000, "1 to 600000")?;
         within("grant_timeout_ms", self.grant_timeout_ms, 1, 86_400_000, "1 to a day")?;
         within("room_timeout_ms", self.room_timeout_ms, 1, 86_400_000, "1 to a day")?;
-        within("max_rooms", u64::from(self.max_rooms), 1, 1 << 20, "1 to 1048576 (slots have 20 bits)")?;
+        within(
+            "max_rooms",
+            u64::from(self.max_rooms),
+            1,
+            1 << 20,
+            "1 to 1048576 (slots have 20 bits)",
+        )?;
         within("max_queued_chunks", u64::from(self.max_queued_chunks), 1, 4096, "1 to 4096")?;
         within("max_peers", u64::from(self.max_peers), 1, 65_536, "1 to 65536")?;
         match self.listen {

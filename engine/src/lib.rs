@@ -57,16 +57,20 @@ pub use api::group::Group;
 pub use api::handle::{RoomHandle, RoomReport, min_state, poll_many};
 pub use api::recv::{GrantError, GrantSpec, Received, RecvRoom};
 pub use api::send::{Chunk, Granted, GrantedPages, OpenError, OpenOptions, SendRoom, WriteError};
-pub use config::{ConfigError, EngineConfig, IoMode, LANES_MAX, SECRET_BYTES_MIN, Secret, ZeroCopy};
+pub use config::{
+    ConfigError, EngineConfig, IoMode, LANES_MAX, SECRET_BYTES_MIN, Secret, ZeroCopy,
+};
 pub use control::{ConnectError, ConnectStage};
 pub use failure::{CAUSE_BYTES_MAX, CAUSES_MAX, Failure, FailureKind, Landed};
 pub use ids::{Epoch, Incarnation, Role, RoomId, RoomState};
 pub use memory::{
-    AllocError, AllocOptions, Dtype, HeadOrder, LAYERS_MAX, LayoutError, LayoutMismatch, PAGE_BYTES_MAX,
-    POOL_NAME_BYTES_MAX, POOLS_MAX, PageArray, Planes, Pool, PoolId, PoolLayout, Region, RegionBusy, RegionKind,
-    RegionRangeError,
+    AllocError, AllocOptions, Dtype, HeadOrder, LAYERS_MAX, LayoutError, LayoutMismatch,
+    PAGE_BYTES_MAX, POOL_NAME_BYTES_MAX, POOLS_MAX, PageArray, Planes, Pool, PoolId, PoolLayout,
+    Region, RegionBusy, RegionKind, RegionRangeError,
 };
 pub use peers::{FabricInfo, LaneInfo, PeerHealth, PeerInfo};
-pub use wire::message::{AUX_BYTES_MAX, GRANT_NOTE_BYTES_MAX, GRANT_PAGES_MAX, LaneIo, NAME_BYTES_MAX, Refusal};
+pub use wire::message::{
+    AUX_BYTES_MAX, GRANT_NOTE_BYTES_MAX, GRANT_PAGES_MAX, LaneIo, NAME_BYTES_MAX, Refusal,
+};
 pub use worker::run::IoReport;
 pub use worker::submit::AuxSlot;

@@ -29,14 +29,23 @@ pub(crate) fn room_ended(cell: &RoomCell) {
         }
         _ => {
             debug_assert_eq!(cell.state(), RoomState::Success);
-            tracing::debug!(page_writes = landed.page_writes, bytes = landed.bytes, waited_us, transfer_us, "done");
+            tracing::debug!(
+                page_writes = landed.page_writes,
+                bytes = landed.bytes,
+                waited_us,
+                transfer_us,
+                "done"
+            );
             metrics::counter!("kvferry_rooms_total", "role" => role.clone(), "outcome" => "done", "kind" => "").increment(1);
-            metrics::histogram!("kvferry_room_transfer_seconds", "role" => role).record(transfer_us as f64 / 1e6);
+            metrics::histogram!("kvferry_room_transfer_seconds", "role" => role)
+                .record(transfer_us as f64 / 1e6);
         }
     }
 }
 
 /// Publishes the worker's counters through the `metrics` facade.
 pub(crate) fn publish(engine: &Arc<str>, stats: &SharedStats) {
-    stats.read().each(|name, value| metrics::counter!(name, "engine" => Arc::clone(engine)).absolute(value));
+    stats.read().each(|name, value| {
+        metrics::counter!(name, "engine" => Arc::clone(engine)).absolute(value)
+    });
 }

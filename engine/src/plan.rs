@@ -69,7 +69,13 @@ pub(crate) struct Strips {
 impl Strips {
     /// `pages[base..base + pieces.count]` must exist, and its indices and the layers must be in the
     /// map: chunks and grants are checked where they enter the engine, frames where they arrive.
-    pub(crate) fn new(map: Arc<PageMap>, pages: Arc<[u32]>, base: usize, slice: PageSlice, pieces: Pieces) -> Self {
+    pub(crate) fn new(
+        map: Arc<PageMap>,
+        pages: Arc<[u32]>,
+        base: usize,
+        slice: PageSlice,
+        pieces: Pieces,
+    ) -> Self {
         let row_of_layers = pieces.first / pieces.count;
         let mut strips = Self {
             map,
@@ -202,7 +208,9 @@ mod tests {
             let (row, position) = (piece / pieces.count, piece % pieces.count);
             let (layer, plane) = (pieces.layer + row / pieces.planes, row % pieces.planes);
             for strip in 0..u64::from(slice.rows) {
-                let at = map.address(layer, plane, pages[position as usize]) + slice.offset + strip * slice.stride;
+                let at = map.address(layer, plane, pages[position as usize])
+                    + slice.offset
+                    + strip * slice.stride;
                 out.extend(at..at + slice.row_bytes);
             }
         }
@@ -217,11 +225,21 @@ mod tests {
     fn pages_contiguous_on_both_sides_become_one_run() {
         let map = side(1, 64, 64);
         let strips = |pages: &[u32]| {
-            let pieces = Pieces { layer: 0, planes: 1, count: pages.len() as u32, first: 0, len: pages.len() as u32 };
+            let pieces = Pieces {
+                layer: 0,
+                planes: 1,
+                count: pages.len() as u32,
+                first: 0,
+                len: pages.len() as u32,
+            };
             Strips::new(Arc::clone(&map), pages.into(), 0, whole(64), pieces)
         };
-        let runs: Vec<_> = Runs::new(strips(&[3, 4, 5, 6]), strips(&[7, 8, 9, 1])).unwrap().collect();
-        assert_eq!(runs, [Run { src: 3 * 64, dst: 7 * 64, bytes: 192 }, Run { src: 6 * 64, dst: 64, bytes: 64 }]);
+        let runs: Vec<_> =
+            Runs::new(strips(&[3, 4, 5, 6]), strips(&[7, 8, 9, 1])).unwrap().collect();
+        assert_eq!(
+            runs,
+            [Run { src: 3 * 64, dst: 7 * 64, bytes: 192 }, Run { src: 6 * 64, dst: 64, bytes: 64 }]
+        );
     }
 
     #[test]

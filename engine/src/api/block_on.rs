@@ -18,7 +18,8 @@ impl Wake for Unpark {
 /// Waits for one of this crate's futures on the current thread, which may have any runtime or none.
 /// It blocks the thread: async callers await instead.
 pub fn block_on<F: Future>(future: F) -> F::Output {
-    drive(future, None).unwrap_or_else(|| unreachable!("without a deadline a future is driven to its end"))
+    drive(future, None)
+        .unwrap_or_else(|| unreachable!("without a deadline a future is driven to its end"))
 }
 
 /// As [`block_on`], for at most `timeout`; `None` when it passes first.

@@ -20,14 +20,12 @@ use crate::ids::{Epoch, Incarnation, Micros, Role, RoomId};
 use crate::memory::{LayoutError, POOLS_MAX, Pool, PoolId};
 use crate::peers::{FabricInfo, PeerHealth, PeerInfo};
 use crate::room::cell::RoomCell;
-use crate::worker::Queues;
 use crate::worker::run::{IoReport, WorkerError, WorkerSetup, spawn};
 use crate::worker::stats::SharedStats;
 use crate::worker::submit::{GrantOrder, SUBMISSIONS, Submission};
 use crate::worker::wake::{Wakeup, WorkerMail};
+use crate::worker::{MAIL, Queues};
 
-/// Messages of peers that may wait for the worker; more hold the sessions back.
-const INBOX: usize = 4096;
 /// Reports of the worker that may wait for the control plane; more wait in the worker.
 const OUTBOX: usize = 4096;
 /// How often counters are published through the `metrics` facade.
@@ -59,7 +57,9 @@ pub enum StartError {
         source: std::io::Error,
     },
     /// io_uring is required and refused.
-    #[error("io_uring is required and cannot be used: {why}; allow it, or use IoMode::Auto to fall back to epoll")]
+    #[error(
+        "io_uring is required and cannot be used: {why}; allow it, or use IoMode::Auto to fall back to epoll"
+    )]
     IoUringRefused {
         /// Why.
         why: String,
@@ -126,7 +126,7 @@ impl EngineBuilder {
         let wakeup = Arc::new(Wakeup::new()?);
         let stats = Arc::new(SharedStats::default());
         let (submissions, take_submissions) = mpsc::channel(SUBMISSIONS);
-        let (inbox, take_inbox) = mpsc::channel(INBOX);
+        let (inbox, take_inbox) = mpsc::channel(MAIL);
         let (control, from_worker) = mpsc::channel(OUTBOX);
         let cards = pools.iter().map(Pool::card).collect();
         let pages = pools.iter().map(|pool| AtomicU32::new(pool.layout.pages)).collect();
@@ -174,7 +174,8 @@ impl EngineBuilder {
             peers: Arc::clone(&shared.peers),
         };
         let control = Control::start(runtime.handle(), setup);
-        let worker = Worker { thread: Mutex::new(Some(thread)), runtime: Mutex::new(Some(runtime)) };
+        let worker =
+            Worker { thread: Mutex::new(Some(thread)), runtime: Mutex::new(Some(runtime)) };
         let control = match control {
             Ok(control) => control,
             Err(source) => {
@@ -186,7 +187,9 @@ impl EngineBuilder {
                 });
             }
         };
-        let label: Arc<str> = if config.name.is_empty() { incarnation.to_string() } else { config.name.clone() }.into();
+        let label: Arc<str> =
+            if config.name.is_empty() { incarnation.to_string() } else { config.name.clone() }
+                .into();
         shared.runtime.spawn(async move {
             let mut ticks = tokio::time::interval(PUBLISH_EVERY);
             loop {
@@ -253,7 +256,10 @@ impl Shared {
     }
 
     pub(crate) fn pool_pages(&self, pool: PoolId) -> Option<u32> {
-        self.pages.get(pool.index()).map(|pages| pages.load(Ordering::Acquire)).filter(|&pages| pages > 0)
+        self.pages
+            .get(pool.index())
+            .map(|pages| pages.load(Ordering::Acquire))
+            .filter(|&pages| pages > 0)
     }
 
     pub(crate) fn fabric_of(&self, peer: Incarnation) -> Option<FabricInfo> {
@@ -341,7 +347,8 @@ impl Engine {
     /// Closes the session with a peer and forgets its address. Rooms with it fail.
     pub async fn disconnect(&self, peer: Incarnation, reason: &str) {
         let (control, reason) = (self.control.clone(), reason.to_owned());
-        let task = self.shared.runtime.spawn(async move { control.disconnect(peer, &reason).await });
+        let task =
+            self.shared.runtime.spawn(async move { control.disconnect(peer, &reason).await });
         let _ = task.await;
     }
 
@@ -359,7 +366,12 @@ impl Engine {
     ///
     /// # Errors
     /// [`OpenError`]; none is opened then.
-    pub fn open_group(&self, room: RoomId, count: usize, options: OpenOptions) -> Result<Group<SendRoom>, OpenError> {
+    pub fn open_group(
+        &self,
+        room: RoomId,
+        count: usize,
+        options: OpenOptions,
+    ) -> Result<Group<SendRoom>, OpenError> {
         if count == 0 {
             return Err(OpenError::EmptyGroup);
         }
@@ -378,8 +390,10 @@ impl Engine {
         }
         self.check_count(peers.len()).map_err(OpenError::TooMany)?;
         let now = shared.now();
-        let cells: Vec<_> =
-            peers.iter().map(|peer| (*peer, RoomCell::new(room, Role::Sender, now.0, &shared.unreleased))).collect();
+        let cells: Vec<_> = peers
+            .iter()
+            .map(|peer| (*peer, RoomCell::new(room, Role::Sender, now.0, &shared.unreleased)))
+            .collect();
         if !shared.registry.enter(Role::Sender, room, &cells) {
             cells.iter().for_each(|(_, cell)| cell.release());
             return Err(OpenError::Live(room));
@@ -406,12 +420,17 @@ impl Engine {
     ///
     /// # Errors
     /// [`GrantError`]; what was granted before it is aborted.
-    pub fn grant_group(&self, peers: &[Incarnation], spec: &GrantSpec) -> Result<Group<RecvRoom>, GrantError> {
+    pub fn grant_group(
+        &self,
+        peers: &[Incarnation],
+        spec: &GrantSpec,
+    ) -> Result<Group<RecvRoom>, GrantError> {
         spec.check(|pool| self.shared.pool_pages(pool))?;
         if peers.is_empty() {
             return Err(GrantError::EmptyGroup);
         }
-        let rooms: Result<Vec<_>, _> = peers.iter().map(|&peer| self.grant_checked(peer, spec.clone())).collect();
+        let rooms: Result<Vec<_>, _> =
+            peers.iter().map(|&peer| self.grant_checked(peer, spec.clone())).collect();
         rooms.map(Group::new)
     }
 
@@ -445,14 +464,22 @@ impl Engine {
         };
         if let Err(error) = shared.submit(Submission::Grant(Box::new(order))) {
             cell.release();
-            return Err(if error == WriteError::Full { GrantError::Full } else { GrantError::Draining });
+            return Err(if error == WriteError::Full {
+                GrantError::Full
+            } else {
+                GrantError::Draining
+            });
         }
         Ok(RecvRoom { core: HandleCore { cell, shared: Arc::downgrade(shared) } })
     }
 
     fn check_count(&self, more: usize) -> Result<(), u32> {
         let live = self.shared.unreleased.load(Ordering::Relaxed);
-        if live as usize + more > self.shared.config.max_rooms as usize { Err(live) } else { Ok(()) }
+        if live as usize + more > self.shared.config.max_rooms as usize {
+            Err(live)
+        } else {
+            Ok(())
+        }
     }
 
     /// Takes a pool out of the engine: its memory is the caller's again when this returns. Peers are
@@ -517,7 +544,8 @@ impl Engine {
         let control = self.control.clone();
         let task = self.shared.runtime.spawn(async move {
             let _ = tokio::time::timeout(CLOSE_WAIT, answer).await;
-            let _ = tokio::time::timeout(CLOSE_WAIT, control.shutdown("the engine was shut down")).await;
+            let _ = tokio::time::timeout(CLOSE_WAIT, control.shutdown("the engine was shut down"))
+                .await;
         });
         let _ = task.await;
     }

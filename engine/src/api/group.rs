@@ -49,7 +49,10 @@ impl<R: RoomHandle> Group<R> {
     fn settle(&self) {
         if let Some(failure) = self.failure() {
             let reason = format!("another room of its group failed: {}", failure.kind);
-            self.0.iter().filter(|room| !room.state().is_terminal()).for_each(|room| room.abort(&reason));
+            self.0
+                .iter()
+                .filter(|room| !room.state().is_terminal())
+                .for_each(|room| room.abort(&reason));
         }
     }
 }
@@ -63,7 +66,8 @@ macro_rules! waits {
             /// The failure that came first, of those seen together the first in room order.
             pub async fn done(&self) -> Result<Vec<RoomReport>, Failure> {
                 let mut first = None;
-                let mut waits: Vec<_> = self.0.iter().map(|room| Box::pin(room.core.verdict())).collect();
+                let mut waits: Vec<_> =
+                    self.0.iter().map(|room| Box::pin(room.core.verdict())).collect();
                 while !waits.is_empty() {
                     let (verdict, index) = std::future::poll_fn(|context| {
                         for (index, wait) in waits.iter_mut().enumerate() {
@@ -80,7 +84,10 @@ macro_rules! waits {
                         self.settle();
                     }
                 }
-                first.map_or_else(|| Ok(self.reports()), Err)
+                match first {
+                    None => Ok(self.reports()),
+                    Some(failure) => Err(failure),
+                }
             }
 
             /// Waits until no page of any room is touched any more.

@@ -41,7 +41,9 @@ pub fn poll_many<'a, H: RoomHandle + ?Sized + 'a>(
 
 /// The least of the rooms' states, as schedulers reduce them over ranks: one `Failed` wins, `Success`
 /// needs all. `None` of no rooms.
-pub fn min_state<'a, H: RoomHandle + ?Sized + 'a>(rooms: impl IntoIterator<Item = &'a H>) -> Option<RoomState> {
+pub fn min_state<'a, H: RoomHandle + ?Sized + 'a>(
+    rooms: impl IntoIterator<Item = &'a H>,
+) -> Option<RoomState> {
     rooms.into_iter().map(RoomHandle::state).min()
 }
 
@@ -103,7 +105,8 @@ impl HandleCore {
             fabric,
             state: cell.state(),
             failure: self.failure().cloned(),
-            granted_pages: bound.map_or(0, |bound| bound.pools.iter().map(|pool| u64::from(pool.positions)).sum()),
+            granted_pages: bound
+                .map_or(0, |bound| bound.pools.iter().map(|pool| u64::from(pool.positions)).sum()),
             landed: cell.landed(),
             chunks: cell.chunks(),
             waited_us,

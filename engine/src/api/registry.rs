@@ -15,7 +15,12 @@ pub(super) struct Registry(Mutex<HashMap<(Role, RoomId), Vec<Entry>>>);
 impl Registry {
     /// Enters new rooms of one id, unless a live one stands in their way: of the same peer, or (for
     /// senders) of whichever peer grants.
-    pub(super) fn enter(&self, role: Role, room: RoomId, rooms: &[(Option<Incarnation>, Arc<RoomCell>)]) -> bool {
+    pub(super) fn enter(
+        &self,
+        role: Role,
+        room: RoomId,
+        rooms: &[(Option<Incarnation>, Arc<RoomCell>)],
+    ) -> bool {
         let mut table = self.lock();
         let entries = table.entry((role, room)).or_default();
         entries.retain(|(_, cell)| is_live(cell));

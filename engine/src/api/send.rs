@@ -235,9 +235,8 @@ impl SendRoom {
             return Err(WriteError::Full);
         }
         let cell = Arc::clone(&self.core.cell);
-        shared.submit(Submission::Write { cell, chunk }).map_err(|error| {
+        shared.submit(Submission::Write { cell, chunk }).inspect_err(|_| {
             queued.fetch_sub(1, Ordering::SeqCst);
-            error
         })
     }
 
@@ -249,7 +248,9 @@ impl SendRoom {
         loop {
             match self.try_write(&chunk) {
                 Err(WriteError::NotGranted) => {
-                    self.granted().await.map_err(|failure| WriteError::Ended(Some(Box::new(failure))))?;
+                    self.granted()
+                        .await
+                        .map_err(|failure| WriteError::Ended(Some(Box::new(failure))))?;
                 }
                 Err(WriteError::Full) => self.wait_for_room().await?,
                 done => return done,
@@ -267,7 +268,8 @@ impl SendRoom {
             return queue.reserve().await.map(drop).map_err(|_| WriteError::Stopped);
         }
         let has_room = |cell: &RoomCell| {
-            let room = cell.queued_chunks.load(Ordering::SeqCst) < limit || cell.state().is_terminal();
+            let room =
+                cell.queued_chunks.load(Ordering::SeqCst) < limit || cell.state().is_terminal();
             room.then_some(())
         };
         self.core.cell.wait_for_room(has_room).await;
@@ -281,7 +283,8 @@ impl SendRoom {
     /// [`WriteError`]; nothing is lost by calling it again.
     pub fn finish(&self, aux: Bytes) -> Result<(), WriteError> {
         self.check_live()?;
-        let granted = self.core.cell.bound().map_or(AUX_BYTES_MAX, |bound| bound.aux_bytes as usize);
+        let granted =
+            self.core.cell.bound().map_or(AUX_BYTES_MAX, |bound| bound.aux_bytes as usize);
         if aux.len() > granted {
             return Err(WriteError::AuxTooLong { bytes: aux.len(), granted });
         }
@@ -290,7 +293,9 @@ impl SendRoom {
             return Err(WriteError::Finished);
         }
         let cell = Arc::clone(&self.core.cell);
-        shared.submit(Submission::Finish { cell, aux }).inspect_err(|_| self.finished.store(false, Ordering::Release))
+        shared
+            .submit(Submission::Finish { cell, aux })
+            .inspect_err(|_| self.finished.store(false, Ordering::Release))
     }
 
     /// Waits for the room's end. A sender is done only when the receiver said that all has landed.
@@ -323,9 +328,15 @@ impl SendRoom {
         let bound = self.core.cell.bound().ok_or(WriteError::NotGranted)?;
         let positions = chunk.dst.end.saturating_sub(chunk.dst.start);
         if chunk.src.len() != positions as usize {
-            return Err(WriteError::UnequalLengths { src: chunk.src.len(), dst: positions as usize });
+            return Err(WriteError::UnequalLengths {
+                src: chunk.src.len(),
+                dst: positions as usize,
+            });
         }
-        let granted = bound.pools.iter().find(|granted| granted.pool == chunk.pool && !granted.layers.is_empty());
+        let granted = bound
+            .pools
+            .iter()
+            .find(|granted| granted.pool == chunk.pool && !granted.layers.is_empty());
         let granted = granted.ok_or(WriteError::PoolNotGranted(chunk.pool))?;
         if chunk.dst.end > granted.positions {
             let (from, to, granted) = (chunk.dst.start, chunk.dst.end, granted.positions);
@@ -333,7 +344,8 @@ impl SendRoom {
         }
         let layers = chunk.layers.clone().unwrap_or_else(|| granted.layers.clone());
         let shared_layers = &granted.layers;
-        if layers.is_empty() || layers.start < shared_layers.start || layers.end > shared_layers.end {
+        if layers.is_empty() || layers.start < shared_layers.start || layers.end > shared_layers.end
+        {
             return Err(WriteError::OutsideLayers {
                 from: layers.start,
                 to: layers.end,
@@ -354,7 +366,12 @@ impl SendRoom {
         if chunk.src.is_empty() {
             return Ok(None);
         }
-        Ok(Some(submit::Chunk { pool: chunk.pool, layers, src: Arc::clone(&chunk.src), at: chunk.dst.start }))
+        Ok(Some(submit::Chunk {
+            pool: chunk.pool,
+            layers,
+            src: Arc::clone(&chunk.src),
+            at: chunk.dst.start,
+        }))
     }
 }
 
@@ -367,7 +384,11 @@ fn granted(bound: &Bound) -> Granted {
         pools: bound
             .pools
             .iter()
-            .map(|pool| GrantedPages { pool: pool.pool, positions: pool.positions, layers: pool.layers.clone() })
+            .map(|pool| GrantedPages {
+                pool: pool.pool,
+                positions: pool.positions,
+                layers: pool.layers.clone(),
+            })
             .collect(),
     }
 }

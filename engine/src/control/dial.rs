@@ -48,7 +48,10 @@ enum Outcome {
 }
 
 /// See [`super::Control::connect`].
-pub(super) async fn connect(core: &Arc<Core>, addr: SocketAddr) -> Result<Incarnation, ConnectError> {
+pub(super) async fn connect(
+    core: &Arc<Core>,
+    addr: SocketAddr,
+) -> Result<Incarnation, ConnectError> {
     if core.closing_reason().is_some() {
         return Err(ConnectError::Stopped);
     }
@@ -192,10 +195,11 @@ async fn greet(
     framing::open(&mut stream, Kind::Control).await.map_err(|error| failed(error.into()))?;
     let mut wire = Wire::new(stream);
     let standing = |incarnation| core.peer(incarnation).is_some_and(|peer| peer.is_up());
-    let greeted = match handshake::dial(&core.identity, &mut wire, standing).await.map_err(failed)? {
-        Dialed::Welcome(greeted) => greeted,
-        Dialed::Standing(incarnation) => return Ok(incarnation),
-    };
+    let greeted =
+        match handshake::dial(&core.identity, &mut wire, standing).await.map_err(failed)? {
+            Dialed::Welcome(greeted) => greeted,
+            Dialed::Standing(incarnation) => return Ok(incarnation),
+        };
     let incarnation = greeted.hello.incarnation;
     match core.admit(Box::new(NewSession { greeted, wire, addr, dialed: true })).await {
         Ok(()) | Err(NotAdmitted::Refused(_, Refusal::Duplicate)) => Ok(incarnation),

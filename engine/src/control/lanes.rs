@@ -42,7 +42,8 @@ impl Tokens {
         let mut table = self.lock();
         table.retain(|_, (_, until)| *until > now);
         let held = table.values().filter(|(owner, _)| *owner == peer).count();
-        let free = (LANES_MAX as usize).saturating_sub(held).min(TOKENS_MAX.saturating_sub(table.len()));
+        let free =
+            (LANES_MAX as usize).saturating_sub(held).min(TOKENS_MAX.saturating_sub(table.len()));
         let mut issued = Vec::new();
         for _ in 0..usize::from(lanes).min(free) {
             let mut token = [0; TOKEN_BYTES];
@@ -78,7 +79,9 @@ impl LaneNumbers {
         let mut guard = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let (used, last) = &mut *guard;
         // Counted upwards so that a number is not used again while an old log line still names it.
-        let next = (1..=u16::MAX).map(|step| last.wrapping_add(step)).find(|n| *n != 0 && !used.contains(n))?;
+        let next = (1..=u16::MAX)
+            .map(|step| last.wrapping_add(step))
+            .find(|n| *n != 0 && !used.contains(n))?;
         used.insert(next);
         *last = next;
         Some(next)
@@ -104,7 +107,13 @@ pub(super) struct LaneDialing {
 
 impl LaneDialing {
     pub(super) fn new() -> Self {
-        Self { wanted: 0, dialing: 0, asked: None, not_before: Instant::now(), backoff: Backoff::new() }
+        Self {
+            wanted: 0,
+            dialing: 0,
+            asked: None,
+            not_before: Instant::now(),
+            backoff: Backoff::new(),
+        }
     }
 
     /// A new session: what was asked on the old one will not be answered.
@@ -114,7 +123,11 @@ impl LaneDialing {
     }
 
     /// How many lanes to ask for now, or when to look again.
-    pub(super) fn due(&mut self, standing: usize, answer_within: Duration) -> Result<u16, Option<Instant>> {
+    pub(super) fn due(
+        &mut self,
+        standing: usize,
+        answer_within: Duration,
+    ) -> Result<u16, Option<Instant>> {
         let now = Instant::now();
         if let Some((_, until)) = self.asked {
             if until > now {
@@ -156,15 +169,23 @@ impl LaneDialing {
 }
 
 /// Opens one lane with its token.
-pub(super) async fn dial(addr: SocketAddr, token: Token, within: Duration) -> io::Result<TcpStream> {
+pub(super) async fn dial(
+    addr: SocketAddr,
+    token: Token,
+    within: Duration,
+) -> io::Result<TcpStream> {
     let dialed = async {
         let mut stream = TcpStream::connect(addr).await?;
         stream.set_nodelay(true)?;
-        framing::open(&mut stream, Kind::Lane).await.map_err(|error| io::Error::other(error.to_string()))?;
+        framing::open(&mut stream, Kind::Lane)
+            .await
+            .map_err(|error| io::Error::other(error.to_string()))?;
         stream.write_all(&token).await?;
         match stream.read_u8().await? {
             LANE_ACCEPTED => Ok(stream),
-            _ => Err(io::Error::new(io::ErrorKind::PermissionDenied, "the lane's token was refused")),
+            _ => {
+                Err(io::Error::new(io::ErrorKind::PermissionDenied, "the lane's token was refused"))
+            }
         }
     };
     match tokio::time::timeout(within, dialed).await {

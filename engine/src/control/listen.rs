@@ -93,8 +93,12 @@ async fn serve(
             // From a peer that has the secret: somebody here has to act.
             tracing::warn!(%from, %refusal, "a peer is refused");
         }
-        Ok(Err(error)) => log.say(|| tracing::debug!(%from, %error, "a connection came to nothing")),
-        Err(_) => log.say(|| tracing::debug!(%from, "a connection did not finish its handshake in time")),
+        Ok(Err(error)) => {
+            log.say(|| tracing::debug!(%from, %error, "a connection came to nothing"))
+        }
+        Err(_) => {
+            log.say(|| tracing::debug!(%from, "a connection did not finish its handshake in time"))
+        }
     }
 }
 
@@ -137,7 +141,9 @@ async fn accept_lane(core: &Arc<Core>, mut stream: TcpStream) -> Result<(), Hand
     let owner = owner.filter(|peer| core.peers.lanes(peer.incarnation) < LANES_MAX as usize);
     let Some(peer) = owner else {
         stream.write_u8(LANE_REFUSED).await?;
-        return Err(HandshakeError::Protocol("a lane's token is wrong, used or too old".to_owned()));
+        return Err(HandshakeError::Protocol(
+            "a lane's token is wrong, used or too old".to_owned(),
+        ));
     };
     // Before the worker has the lane, or its frames could come first.
     stream.write_u8(LANE_ACCEPTED).await?;

@@ -79,7 +79,8 @@ pub(super) struct NewSession {
 impl NewSession {
     /// Where the peer listens, as far as this side can tell.
     pub(super) fn home(&self) -> Option<SocketAddr> {
-        let port = if self.dialed { Some(self.addr.port()) } else { self.greeted.hello.listen_port };
+        let port =
+            if self.dialed { Some(self.addr.port()) } else { self.greeted.hello.listen_port };
         port.map(|port| SocketAddr::new(self.addr.ip().to_canonical(), port))
     }
 }

@@ -36,7 +36,10 @@ pub(crate) struct Posting {
 
 impl Posting {
     pub(crate) fn landed(&self) -> Landed {
-        Landed { page_writes: u64::from(self.frame.pieces), bytes: u64::from(self.frame.payload_bytes) }
+        Landed {
+            page_writes: u64::from(self.frame.pieces),
+            bytes: u64::from(self.frame.payload_bytes),
+        }
     }
 }
 

@@ -97,7 +97,9 @@ pub enum LayoutError {
         want: String,
     },
     /// The list of page arrays does not have one for each (plane, layer).
-    #[error("pool {pool:?}: {given} page arrays given, {want} needed: all K layers, then all V layers")]
+    #[error(
+        "pool {pool:?}: {given} page arrays given, {want} needed: all K layers, then all V layers"
+    )]
     Arrays {
         /// Pool name.
         pool: String,
@@ -135,7 +137,9 @@ pub enum LayoutError {
 
 /// Two engines' layouts do not fit: the field, and both values.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
-#[error("layout mismatch in pool {pool:?}: {field} is {ours} here and {theirs} at the peer; start both sides with the same model and page settings")]
+#[error(
+    "layout mismatch in pool {pool:?}: {field} is {ours} here and {theirs} at the peer; start both sides with the same model and page settings"
+)]
 pub struct LayoutMismatch {
     /// Pool name.
     pub pool: String,
@@ -168,7 +172,9 @@ impl PoolLayout {
     /// Bytes of one page of one layer and plane.
     #[must_use]
     pub fn page_bytes(&self) -> u64 {
-        u64::from(self.page_tokens) * u64::from(self.heads.end.saturating_sub(self.heads.start)) * u64::from(self.head_bytes)
+        u64::from(self.page_tokens)
+            * u64::from(self.heads.end.saturating_sub(self.heads.start))
+            * u64::from(self.head_bytes)
     }
 
     /// Layers held.
@@ -190,18 +196,27 @@ impl PoolLayout {
             let pool = self.name.chars().take(POOL_NAME_BYTES_MAX).collect();
             Err(LayoutError::Field { pool, field, value, want: want.to_owned() })
         };
-        if self.name.is_empty() || self.name.len() > POOL_NAME_BYTES_MAX || self.name.contains(char::is_control) {
+        if self.name.is_empty()
+            || self.name.len() > POOL_NAME_BYTES_MAX
+            || self.name.contains(char::is_control)
+        {
             return wrong("name", format!("{} bytes", self.name.len()), "1 to 32 printable bytes");
         }
         if self.layers.is_empty() || self.layers.end > LAYERS_MAX {
             return wrong("layers", format!("{:?}", self.layers), "a non-empty range below 4096");
         }
         if self.heads.is_empty() || self.heads.end > self.total_heads {
-            return wrong("heads", format!("{:?}", self.heads), "a non-empty range within total_heads");
+            return wrong(
+                "heads",
+                format!("{:?}", self.heads),
+                "a non-empty range within total_heads",
+            );
         }
-        for (field, value) in
-            [("pages", self.pages), ("page_tokens", self.page_tokens), ("head_bytes", self.head_bytes)]
-        {
+        for (field, value) in [
+            ("pages", self.pages),
+            ("page_tokens", self.page_tokens),
+            ("head_bytes", self.head_bytes),
+        ] {
             if value == 0 {
                 return wrong(field, "0".to_owned(), "at least 1");
             }
@@ -228,7 +243,12 @@ impl PoolLayout {
         match self.order {
             HeadOrder::HeadMajor => {
                 let bytes = wanted * tokens * head_bytes;
-                PageSlice { offset: first * tokens * head_bytes, row_bytes: bytes, stride: bytes, rows: 1 }
+                PageSlice {
+                    offset: first * tokens * head_bytes,
+                    row_bytes: bytes,
+                    stride: bytes,
+                    rows: 1,
+                }
             }
             HeadOrder::TokenMajor => PageSlice {
                 offset: first * head_bytes,
@@ -294,14 +314,18 @@ impl Pairing {
 }
 
 /// Pairs our pools with the peer's, by name, in our order.
-pub(crate) fn pair_all(ours: &[PoolCard], theirs: &[PoolCard]) -> Result<Vec<Pairing>, LayoutMismatch> {
+pub(crate) fn pair_all(
+    ours: &[PoolCard],
+    theirs: &[PoolCard],
+) -> Result<Vec<Pairing>, LayoutMismatch> {
     let absent = |name: &str, ours: &str, theirs: &str| LayoutMismatch {
         pool: name.to_owned(),
         field: "pool".to_owned(),
         ours: ours.to_owned(),
         theirs: theirs.to_owned(),
     };
-    if let Some(extra) = theirs.iter().find(|t| ours.iter().all(|o| o.layout.name != t.layout.name)) {
+    if let Some(extra) = theirs.iter().find(|t| ours.iter().all(|o| o.layout.name != t.layout.name))
+    {
         return Err(absent(&extra.layout.name, "absent", "present"));
     }
     ours.iter()
@@ -377,13 +401,21 @@ mod tests {
         let ours = kv(0..4, 0..8, HeadOrder::TokenMajor);
         let mut theirs = ours.clone();
         theirs.layout.page_tokens = 64;
-        let error = pair_all(std::slice::from_ref(&ours), std::slice::from_ref(&theirs)).unwrap_err();
-        assert_eq!((error.field.as_str(), error.ours.as_str(), error.theirs.as_str()), ("page_tokens", "16", "64"));
+        let error =
+            pair_all(std::slice::from_ref(&ours), std::slice::from_ref(&theirs)).unwrap_err();
+        assert_eq!(
+            (error.field.as_str(), error.ours.as_str(), error.theirs.as_str()),
+            ("page_tokens", "16", "64")
+        );
 
         theirs = ours.clone();
         theirs.layout.dtype = Dtype::Fp8E4m3;
-        let error = pair_all(std::slice::from_ref(&ours), std::slice::from_ref(&theirs)).unwrap_err();
-        assert_eq!((error.field.as_str(), error.ours.as_str(), error.theirs.as_str()), ("dtype", "Bf16", "Fp8E4m3"));
+        let error =
+            pair_all(std::slice::from_ref(&ours), std::slice::from_ref(&theirs)).unwrap_err();
+        assert_eq!(
+            (error.field.as_str(), error.ours.as_str(), error.theirs.as_str()),
+            ("dtype", "Bf16", "Fp8E4m3")
+        );
     }
 
     #[test]
@@ -400,11 +432,16 @@ mod tests {
     fn unequal_tensor_parallel_ranks_get_the_head_strips_they_share() {
         let whole = kv(0..4, 0..8, HeadOrder::TokenMajor);
         let half = kv(0..4, 4..8, HeadOrder::TokenMajor);
-        let from_whole = &pair_all(std::slice::from_ref(&whole), std::slice::from_ref(&half)).unwrap()[0];
-        assert_eq!(from_whole.local, PageSlice { offset: 4 * 256, row_bytes: 4 * 256, stride: 8 * 256, rows: 16 });
+        let from_whole =
+            &pair_all(std::slice::from_ref(&whole), std::slice::from_ref(&half)).unwrap()[0];
+        assert_eq!(
+            from_whole.local,
+            PageSlice { offset: 4 * 256, row_bytes: 4 * 256, stride: 8 * 256, rows: 16 }
+        );
         assert_eq!(from_whole.remote.rows, 1);
         assert_eq!(from_whole.local.bytes(), from_whole.remote.bytes());
-        let from_half = &pair_all(std::slice::from_ref(&half), std::slice::from_ref(&whole)).unwrap()[0];
+        let from_half =
+            &pair_all(std::slice::from_ref(&half), std::slice::from_ref(&whole)).unwrap()[0];
         assert_eq!((from_half.local, from_half.remote), (from_whole.remote, from_whole.local));
     }
 
@@ -412,8 +449,17 @@ mod tests {
     fn a_head_slice_of_a_head_major_page_is_one_strip() {
         let whole = kv(0..4, 0..8, HeadOrder::HeadMajor);
         let half = kv(0..4, 2..4, HeadOrder::HeadMajor);
-        let pairing = &pair_all(std::slice::from_ref(&whole), std::slice::from_ref(&half)).unwrap()[0];
-        assert_eq!(pairing.local, PageSlice { offset: 2 * 16 * 256, row_bytes: 2 * 16 * 256, stride: 2 * 16 * 256, rows: 1 });
+        let pairing =
+            &pair_all(std::slice::from_ref(&whole), std::slice::from_ref(&half)).unwrap()[0];
+        assert_eq!(
+            pairing.local,
+            PageSlice {
+                offset: 2 * 16 * 256,
+                row_bytes: 2 * 16 * 256,
+                stride: 2 * 16 * 256,
+                rows: 1
+            }
+        );
     }
 
     #[test]
@@ -421,7 +467,9 @@ mod tests {
         let front = kv(0..4, 0..8, HeadOrder::TokenMajor);
         let back = kv(4..8, 0..8, HeadOrder::TokenMajor);
         let all = kv(0..8, 0..8, HeadOrder::TokenMajor);
-        let pairing = |a: &PoolCard, b: &PoolCard| pair_all(std::slice::from_ref(a), std::slice::from_ref(b)).unwrap().remove(0);
+        let pairing = |a: &PoolCard, b: &PoolCard| {
+            pair_all(std::slice::from_ref(a), std::slice::from_ref(b)).unwrap().remove(0)
+        };
         assert_eq!(pairing(&back, &all).layers, 4..8);
         assert!(pairing(&front, &back).layers.is_empty());
     }
@@ -439,6 +487,9 @@ mod tests {
         assert_eq!(field(PoolLayout { layers: 0..5000, ..good.clone() }), "layers");
         assert_eq!(field(PoolLayout { heads: 0..9, ..good.clone() }), "heads");
         assert_eq!(field(PoolLayout { pages: 0, ..good.clone() }), "pages");
-        assert_eq!(field(PoolLayout { page_tokens: u32::MAX, head_bytes: u32::MAX, ..good }), "page bytes");
+        assert_eq!(
+            field(PoolLayout { page_tokens: u32::MAX, head_bytes: u32::MAX, ..good }),
+            "page bytes"
+        );
     }
 }

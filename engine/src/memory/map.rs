@@ -36,7 +36,9 @@ impl Mapping {
         if huge {
             // SAFETY: the range is exactly the mapping just made; the advice changes no content.
             // A kernel without transparent huge pages for shared memory refuses: nothing is lost.
-            let _ = unsafe { madvise(mapping.addr.as_ptr().cast(), mapping.bytes, Advice::LinuxHugepage) };
+            let _ = unsafe {
+                madvise(mapping.addr.as_ptr().cast(), mapping.bytes, Advice::LinuxHugepage)
+            };
         }
         Ok(mapping)
     }
@@ -47,7 +49,14 @@ impl Mapping {
         ftruncate(&fd, bytes as u64)?;
         // SAFETY: a fresh mapping at an address of the kernel's choosing overlaps nothing.
         let addr = unsafe {
-            mmap(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &fd, 0)?
+            mmap(
+                std::ptr::null_mut(),
+                bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                &fd,
+                0,
+            )?
         };
         let addr = NonNull::new(addr.cast()).ok_or(Errno::NOMEM)?;
         Ok(Self { addr, bytes, fd, huge: flags.contains(MemfdFlags::HUGETLB) })

@@ -53,7 +53,11 @@ impl Pool {
             .unwrap_or(usize::MAX);
         let region = Region::allocate(bytes, options)?;
         let arrays = (0..layout.array_count() as u64)
-            .map(|i| PageArray { region: region.clone(), offset: i * array_bytes, stride: layout.page_bytes() })
+            .map(|i| PageArray {
+                region: region.clone(),
+                offset: i * array_bytes,
+                stride: layout.page_bytes(),
+            })
             .collect();
         Self::new(layout, arrays)
     }
@@ -88,7 +92,13 @@ impl Pool {
                 .unwrap_or(u64::MAX);
             if end > array.region.len() as u64 {
                 let (offset, bytes) = (array.offset, array.region.len() as u64);
-                return Err(LayoutError::OutsideRegion { pool: layout.name, array: index, offset, end, bytes });
+                return Err(LayoutError::OutsideRegion {
+                    pool: layout.name,
+                    array: index,
+                    offset,
+                    end,
+                    bytes,
+                });
             }
         }
         let map = Arc::new(PageMap::of_arrays(&layout, &arrays));
@@ -103,7 +113,10 @@ impl Pool {
     ///
     /// # Errors
     /// As [`Pool::new`].
-    pub unsafe fn from_raw_arrays(layout: PoolLayout, arrays: &[(NonNull<u8>, usize)]) -> Result<Self, LayoutError> {
+    pub unsafe fn from_raw_arrays(
+        layout: PoolLayout,
+        arrays: &[(NonNull<u8>, usize)],
+    ) -> Result<Self, LayoutError> {
         let stride = layout.page_bytes();
         let arrays = arrays
             .iter()
@@ -126,7 +139,10 @@ impl Pool {
     /// region where `page` begins. `None` when there is no such page.
     #[must_use]
     pub fn locate(&self, layer: u32, plane: u32, page: u32) -> Option<(&Region, usize)> {
-        if layer >= self.layout.layer_count() || plane >= self.layout.planes.count() || page >= self.layout.pages {
+        if layer >= self.layout.layer_count()
+            || plane >= self.layout.planes.count()
+            || page >= self.layout.pages
+        {
             return None;
         }
         let array = self.arrays.get((plane * self.layout.layer_count() + layer) as usize)?;
@@ -153,8 +169,10 @@ pub(crate) struct PageMap {
 
 impl PageMap {
     fn of_arrays(layout: &PoolLayout, arrays: &[PageArray]) -> Self {
-        let addresses =
-            arrays.iter().map(|array| (array.region.as_ptr() as u64 + array.offset, array.stride)).collect();
+        let addresses = arrays
+            .iter()
+            .map(|array| (array.region.as_ptr() as u64 + array.offset, array.stride))
+            .collect();
         let regions = arrays.iter().map(|array| array.region.clone()).collect();
         Self { arrays: addresses, layers: layout.layer_count(), _regions: regions }
     }
@@ -162,10 +180,18 @@ impl PageMap {
     /// A map of a peer's pool: invented addresses that are contiguous exactly where the peer's pages
     /// are, so that runs can be planned without knowing where its memory lies. A `stride` of 0 says
     /// that its arrays differ: pages then never touch.
-    pub(crate) fn of_peer(layers: u32, planes: u32, pages: u32, stride: u64, page_bytes: u64) -> Self {
+    pub(crate) fn of_peer(
+        layers: u32,
+        planes: u32,
+        pages: u32,
+        stride: u64,
+        page_bytes: u64,
+    ) -> Self {
         let stride = if stride == 0 { page_bytes.saturating_add(1) } else { stride };
         let span = stride.saturating_mul(u64::from(pages)).saturating_add(1);
-        let arrays = (0..u64::from(layers) * u64::from(planes)).map(|i| (span.saturating_mul(i), stride)).collect();
+        let arrays = (0..u64::from(layers) * u64::from(planes))
+            .map(|i| (span.saturating_mul(i), stride))
+            .collect();
         Self { arrays, layers, _regions: Vec::new() }
     }
 
@@ -194,7 +220,11 @@ mod tests {
         let pool = Pool::new(layout, arrays).unwrap();
         assert_eq!(pool.map.address(1, 0, 3), region.as_ptr() as u64 + 64 + 3 * 128);
         assert_eq!(pool.locate(1, 0, 3).unwrap().1, 64 + 3 * 128);
-        assert!(pool.locate(2, 0, 0).is_none() && pool.locate(0, 1, 0).is_none() && pool.locate(0, 0, 4).is_none());
+        assert!(
+            pool.locate(2, 0, 0).is_none()
+                && pool.locate(0, 1, 0).is_none()
+                && pool.locate(0, 0, 4).is_none()
+        );
         assert_eq!(pool.card().page_stride, 128);
     }
 
@@ -204,7 +234,10 @@ mod tests {
         let region = Region::from_vec(vec![0; 511]);
         let array = |offset, stride| PageArray { region: region.clone(), offset, stride };
         let error = Pool::new(layout.clone(), vec![array(0, 64), array(256, 64)]).unwrap_err();
-        assert!(matches!(error, LayoutError::OutsideRegion { array: 1, end: 512, bytes: 511, .. }), "{error}");
+        assert!(
+            matches!(error, LayoutError::OutsideRegion { array: 1, end: 512, bytes: 511, .. }),
+            "{error}"
+        );
         let error = Pool::new(layout.clone(), vec![array(0, 63), array(0, 64)]).unwrap_err();
         assert!(matches!(error, LayoutError::Field { field: "stride", .. }), "{error}");
         let error = Pool::new(layout.clone(), vec![array(0, u64::MAX), array(0, 64)]).unwrap_err();

@@ -72,7 +72,9 @@ impl Default for AllocOptions {
 
 /// Memory could not be had.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot map {bytes} bytes: {source}; ask for less, or raise the memory limit of this process or container")]
+#[error(
+    "cannot map {bytes} bytes: {source}; ask for less, or raise the memory limit of this process or container"
+)]
 pub struct AllocError {
     /// Bytes asked for.
     pub bytes: usize,
@@ -94,7 +96,9 @@ pub struct RegionRangeError {
 
 /// The region is still used; it is handed back unchanged.
 #[derive(Debug, thiserror::Error)]
-#[error("the region is still used by {users} pools, rooms or handles; deregister and drop them first")]
+#[error(
+    "the region is still used by {users} pools, rooms or handles; deregister and drop them first"
+)]
 pub struct RegionBusy {
     /// The region, still valid.
     pub region: Region,
@@ -123,7 +127,12 @@ impl Region {
     pub fn from_vec(mut memory: Vec<u8>) -> Self {
         let addr = NonNull::new(memory.as_mut_ptr()).unwrap_or(NonNull::dangling());
         let bytes = memory.len();
-        Self(Arc::new(Inner { addr, bytes, backing: Backing::Owned(memory), access: RwLock::new(()) }))
+        Self(Arc::new(Inner {
+            addr,
+            bytes,
+            backing: Backing::Owned(memory),
+            access: RwLock::new(()),
+        }))
     }
 
     /// Names memory that lives as long as the process, such as a leaked pool.
@@ -191,7 +200,9 @@ impl Region {
         let _shared = self.0.access.read().unwrap_or_else(std::sync::PoisonError::into_inner);
         // SAFETY: the range was checked to lie in the region; `out` is a fresh exclusive borrow, so it
         // cannot overlap memory that the region owns; safe writers are held off by `access`.
-        unsafe { std::ptr::copy_nonoverlapping(self.as_ptr().add(from), out.as_mut_ptr(), out.len()) };
+        unsafe {
+            std::ptr::copy_nonoverlapping(self.as_ptr().add(from), out.as_mut_ptr(), out.len())
+        };
         Ok(())
     }
 
@@ -204,7 +215,9 @@ impl Region {
         let _exclusive = self.0.access.write().unwrap_or_else(std::sync::PoisonError::into_inner);
         // SAFETY: the range was checked to lie in the region; safe readers and writers are held off by
         // `access`; `bytes` cannot overlap the region, whose memory nobody holds a reference to.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.as_ptr().add(to), bytes.len()) };
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.as_ptr().add(to), bytes.len())
+        };
         Ok(())
     }
 
@@ -226,7 +239,11 @@ impl Region {
         }
     }
 
-    pub(crate) fn check(&self, offset: usize, len: usize) -> Result<Range<usize>, RegionRangeError> {
+    pub(crate) fn check(
+        &self,
+        offset: usize,
+        len: usize,
+    ) -> Result<Range<usize>, RegionRangeError> {
         match offset.checked_add(len) {
             Some(end) if end <= self.0.bytes => Ok(offset..end),
             _ => Err(RegionRangeError { offset, len, bytes: self.0.bytes }),

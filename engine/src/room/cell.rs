@@ -1,7 +1,7 @@
 //! What a room's handle and the worker share. The worker writes, handles read; reading never waits.
 
-use std::sync::OnceLock;
 use std::sync::Arc;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use bytes::Bytes;
@@ -68,7 +68,12 @@ pub(crate) const NO_SLOT: u32 = u32::MAX;
 
 impl RoomCell {
     /// A room, counted in `unreleased` until it is released.
-    pub(crate) fn new(room: RoomId, role: Role, now_us: u64, unreleased: &Arc<AtomicU32>) -> Arc<Self> {
+    pub(crate) fn new(
+        room: RoomId,
+        role: Role,
+        now_us: u64,
+        unreleased: &Arc<AtomicU32>,
+    ) -> Arc<Self> {
         unreleased.fetch_add(1, Ordering::Relaxed);
         Arc::new(Self {
             room,
@@ -94,7 +99,12 @@ impl RoomCell {
     }
 
     pub(crate) fn state(&self) -> RoomState {
-        RoomState::from_u8(self.state.load(Ordering::Acquire))
+        // The verdict is the end, so that whoever sees one of the two sees the other.
+        match self.verdict.get() {
+            Some(Ok(())) => RoomState::Success,
+            Some(Err(_)) => RoomState::Failed,
+            None => RoomState::from_u8(self.state.load(Ordering::Acquire)),
+        }
     }
 
     pub(crate) fn is_released(&self) -> bool {
@@ -114,7 +124,10 @@ impl RoomCell {
     }
 
     pub(crate) fn landed(&self) -> Landed {
-        Landed { page_writes: self.page_writes.load(Ordering::Relaxed), bytes: self.bytes.load(Ordering::Relaxed) }
+        Landed {
+            page_writes: self.page_writes.load(Ordering::Relaxed),
+            bytes: self.bytes.load(Ordering::Relaxed),
+        }
     }
 
     pub(crate) fn chunks(&self) -> u64 {
@@ -151,7 +164,11 @@ impl RoomCell {
         let end = at(&self.ended_us).unwrap_or(now_us);
         let granted = at(&self.granted_us);
         let since = |from: Option<u64>| from.map_or(0, |from| end.saturating_sub(from));
-        (granted.unwrap_or(end).saturating_sub(self.opened_us), since(granted), since(at(&self.first_us)))
+        (
+            granted.unwrap_or(end).saturating_sub(self.opened_us),
+            since(granted),
+            since(at(&self.first_us)),
+        )
     }
 
     // What follows is the worker's.
@@ -195,8 +212,8 @@ impl RoomCell {
     /// Ends the room. Only the first verdict counts.
     pub(crate) fn end(&self, verdict: Result<(), Failure>, now_us: u64) {
         let state = if verdict.is_ok() { RoomState::Success } else { RoomState::Failed };
+        let _ = self.ended_us.compare_exchange(NEVER, now_us, Ordering::Relaxed, Ordering::Relaxed);
         if self.verdict.set(verdict).is_ok() {
-            self.ended_us.store(now_us, Ordering::Relaxed);
             self.advance(state);
         }
     }

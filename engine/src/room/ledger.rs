@@ -64,7 +64,11 @@ impl<T> Ledger<T> {
 
     /// Retires every frame up to `seq`, handing over those that were placed. An old acknowledgement
     /// changes nothing.
-    pub(crate) fn acknowledge(&mut self, seq: u64, mut placed: impl FnMut(T)) -> Result<(), NeverPosted> {
+    pub(crate) fn acknowledge(
+        &mut self,
+        seq: u64,
+        mut placed: impl FnMut(T),
+    ) -> Result<(), NeverPosted> {
         if seq > self.last() {
             return Err(NeverPosted { seq, last: self.last() });
         }

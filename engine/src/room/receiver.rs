@@ -94,7 +94,9 @@ impl Receiver {
         use ReceiverReaction as Do;
         if let Phase::Ended(_) = self.phase {
             return match event {
-                ReceiverEvent::ToldFinished { epoch, .. } | ReceiverEvent::ToldFailed(epoch) if epoch == self.epoch => {
+                ReceiverEvent::ToldFinished { epoch, .. } | ReceiverEvent::ToldFailed(epoch)
+                    if epoch == self.epoch =>
+                {
                     Do::Repeat
                 }
                 ReceiverEvent::Tick => Do::Nothing,
@@ -107,7 +109,9 @@ impl Receiver {
                 self.arrived.1 += landed.bytes;
                 self.judge()
             }
-            ReceiverEvent::ToldFinished { epoch, .. } | ReceiverEvent::ToldFailed(epoch) if epoch != self.epoch => {
+            ReceiverEvent::ToldFinished { epoch, .. } | ReceiverEvent::ToldFailed(epoch)
+                if epoch != self.epoch =>
+            {
                 Do::Late
             }
             ReceiverEvent::ToldFinished { sent, .. } => {
@@ -135,7 +139,9 @@ impl Receiver {
     }
 
     fn judge(&mut self) -> ReceiverReaction {
-        let Phase::Finished { page_writes, bytes } = self.phase else { return ReceiverReaction::Nothing };
+        let Phase::Finished { page_writes, bytes } = self.phase else {
+            return ReceiverReaction::Nothing;
+        };
         if self.arrived == (page_writes, bytes) {
             self.end(RoomState::Success);
             return ReceiverReaction::Done(self.arrived());
@@ -172,7 +178,10 @@ mod tests {
         let done = ReceiverReaction::Done(Landed { page_writes: 4, bytes: 400 });
         let mut data_last = open();
         assert_eq!(data_last.on(Micros(0), SENT), ReceiverReaction::Nothing);
-        assert_eq!(data_last.on(Micros(0), ReceiverEvent::Placed(FRAME)), ReceiverReaction::Nothing);
+        assert_eq!(
+            data_last.on(Micros(0), ReceiverEvent::Placed(FRAME)),
+            ReceiverReaction::Nothing
+        );
         assert_eq!(data_last.state(), RoomState::Transferring);
         assert_eq!(data_last.on(Micros(0), ReceiverEvent::Placed(FRAME)), done);
         let mut message_last = open();
@@ -197,23 +206,35 @@ mod tests {
         assert_eq!(room.on(Micros(0), SENT), ReceiverReaction::Fail(FailureKind::CountMismatch));
         let mut short_pages = open();
         short_pages.on(Micros(0), ReceiverEvent::Placed(Landed { page_writes: 4, bytes: 300 }));
-        assert_eq!(short_pages.on(Micros(0), SENT), ReceiverReaction::Fail(FailureKind::CountMismatch));
+        assert_eq!(
+            short_pages.on(Micros(0), SENT),
+            ReceiverReaction::Fail(FailureKind::CountMismatch)
+        );
     }
 
     #[test]
     fn the_deadline_ends_a_room_that_nobody_finished() {
         let mut room = open();
         assert_eq!(room.on(Micros(999), ReceiverEvent::Tick), ReceiverReaction::Nothing);
-        assert_eq!(room.on(LATER, ReceiverEvent::Tick), ReceiverReaction::Fail(FailureKind::DeadlineExceeded));
+        assert_eq!(
+            room.on(LATER, ReceiverEvent::Tick),
+            ReceiverReaction::Fail(FailureKind::DeadlineExceeded)
+        );
     }
 
     #[test]
     fn a_sender_that_waits_for_the_verdict_is_answered() {
         let mut early = open();
-        assert_eq!(early.on(Micros(0), ReceiverEvent::ToldFailed(EPOCH)), ReceiverReaction::FailAsTold { answer: false });
+        assert_eq!(
+            early.on(Micros(0), ReceiverEvent::ToldFailed(EPOCH)),
+            ReceiverReaction::FailAsTold { answer: false }
+        );
         let mut waiting = open();
         waiting.on(Micros(0), SENT);
-        assert_eq!(waiting.on(Micros(0), ReceiverEvent::ToldFailed(EPOCH)), ReceiverReaction::FailAsTold { answer: true });
+        assert_eq!(
+            waiting.on(Micros(0), ReceiverEvent::ToldFailed(EPOCH)),
+            ReceiverReaction::FailAsTold { answer: true }
+        );
         assert_eq!(waiting.on(Micros(0), SENT), ReceiverReaction::Repeat);
     }
 
@@ -228,7 +249,10 @@ mod tests {
         room.on(Micros(0), ReceiverEvent::Fault(FailureKind::Aborted));
         let ended = room.clone();
         assert_eq!(room.on(Micros(0), ReceiverEvent::Placed(FRAME)), ReceiverReaction::Late);
-        assert_eq!(room.on(Micros(0), ReceiverEvent::Fault(FailureKind::PeerDied)), ReceiverReaction::Late);
+        assert_eq!(
+            room.on(Micros(0), ReceiverEvent::Fault(FailureKind::PeerDied)),
+            ReceiverReaction::Late
+        );
         assert_eq!(room.on(Micros(0), SENT), ReceiverReaction::Repeat);
         assert_eq!(room, ended);
     }

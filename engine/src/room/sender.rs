@@ -104,7 +104,9 @@ impl Sender {
     pub(crate) const fn state(&self) -> RoomState {
         match self.phase {
             Phase::Waiting => RoomState::Bootstrapping,
-            Phase::Flowing(_) if self.queued.0 == 0 && !self.finish_asked => RoomState::WaitingForInput,
+            Phase::Flowing(_) if self.queued.0 == 0 && !self.finish_asked => {
+                RoomState::WaitingForInput
+            }
             Phase::Flowing(_) | Phase::Finished(_) | Phase::Closing(_) => RoomState::Transferring,
             Phase::Ended(state) => state,
         }
@@ -133,7 +135,9 @@ impl Sender {
     /// What was sent in all, of a room that is done.
     pub(crate) const fn total(&self) -> Option<Landed> {
         match self.phase {
-            Phase::Ended(RoomState::Success) => Some(Landed { page_writes: self.queued.0, bytes: self.queued.1 }),
+            Phase::Ended(RoomState::Success) => {
+                Some(Landed { page_writes: self.queued.0, bytes: self.queued.1 })
+            }
             _ => None,
         }
     }
@@ -200,7 +204,9 @@ impl Sender {
                 _ => Do::Late,
             },
             SenderEvent::ToldFailed(epoch) => match self.phase {
-                Phase::Flowing(mine) | Phase::Finished(mine) | Phase::Closing(mine) if mine == epoch => {
+                Phase::Flowing(mine) | Phase::Finished(mine) | Phase::Closing(mine)
+                    if mine == epoch =>
+                {
                     self.end(RoomState::Failed);
                     Do::FailAsTold
                 }
@@ -221,9 +227,14 @@ impl Sender {
 
     fn finish_if_all_left(&mut self) -> SenderReaction {
         match self.phase {
-            Phase::Flowing(epoch) if self.finish_asked && self.posted == self.queued.0 && self.leaving == 0 => {
+            Phase::Flowing(epoch)
+                if self.finish_asked && self.posted == self.queued.0 && self.leaving == 0 =>
+            {
                 self.phase = Phase::Finished(epoch);
-                SenderReaction::SendFinished(Landed { page_writes: self.queued.0, bytes: self.queued.1 })
+                SenderReaction::SendFinished(Landed {
+                    page_writes: self.queued.0,
+                    bytes: self.queued.1,
+                })
             }
             _ => SenderReaction::Nothing,
         }
@@ -287,7 +298,10 @@ mod tests {
     fn finished() -> Sender {
         let mut room = flowing();
         room.on(Micros(0), SenderEvent::Sent);
-        assert_eq!(room.on(Micros(0), SenderEvent::FinishAsked), SenderReaction::SendFinished(CHUNK));
+        assert_eq!(
+            room.on(Micros(0), SenderEvent::FinishAsked),
+            SenderReaction::SendFinished(CHUNK)
+        );
         room
     }
 
@@ -369,11 +383,20 @@ mod tests {
     fn every_state_has_a_deadline_that_ends_it() {
         let mut waiting = Sender::new(Micros(10));
         assert_eq!(waiting.on(Micros(9), SenderEvent::Tick), SenderReaction::Nothing);
-        assert_eq!(waiting.on(Micros(10), SenderEvent::Tick), SenderReaction::Fail(FailureKind::GrantTimeout));
+        assert_eq!(
+            waiting.on(Micros(10), SenderEvent::Tick),
+            SenderReaction::Fail(FailureKind::GrantTimeout)
+        );
         let mut flowing = flowing();
-        assert_eq!(flowing.on(LATER, SenderEvent::Tick), SenderReaction::Fail(FailureKind::DeadlineExceeded));
+        assert_eq!(
+            flowing.on(LATER, SenderEvent::Tick),
+            SenderReaction::Fail(FailureKind::DeadlineExceeded)
+        );
         let mut finished = finished();
-        assert_eq!(finished.on(LATER, SenderEvent::Tick), SenderReaction::AskVerdict(FailureKind::DeadlineExceeded));
+        assert_eq!(
+            finished.on(LATER, SenderEvent::Tick),
+            SenderReaction::AskVerdict(FailureKind::DeadlineExceeded)
+        );
         assert!(finished.deadline() > LATER && finished.deadline() < Micros(u64::MAX));
     }
 
@@ -393,7 +416,10 @@ mod tests {
             SenderEvent::Granted { epoch: Epoch(6), deadline: LATER },
             SenderEvent::Tick,
         ] {
-            assert!(matches!(room.on(LATER, event), SenderReaction::Late | SenderReaction::Nothing));
+            assert!(matches!(
+                room.on(LATER, event),
+                SenderReaction::Late | SenderReaction::Nothing
+            ));
             assert_eq!(room, ended);
         }
     }

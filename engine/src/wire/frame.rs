@@ -156,6 +156,15 @@ impl Frame {
         zerocopy::transmute!(raw)
     }
 
+    /// Puts the magic and the checksum of arbitrary bytes right.
+    #[cfg(feature = "fuzzing")]
+    pub(crate) fn seal(bytes: &mut [u8; HEADER_BYTES]) {
+        bytes[..2].copy_from_slice(&FRAME_MAGIC);
+        let mut raw: Raw = zerocopy::transmute!(*bytes);
+        raw.checksum = checksum(&raw).into();
+        *bytes = zerocopy::transmute!(raw);
+    }
+
     /// # Errors
     /// [`FrameError`] for bytes that are not a header of this version. The lane cannot go on: where
     /// the next header begins is unknown.

@@ -69,11 +69,19 @@ impl std::fmt::Display for LaneIo {
 pub(crate) enum Greeting {
     Hello(Hello),
     /// The listener's hello, and its proof over both hellos.
-    Answer { hello: Hello, proof: [u8; 32] },
+    Answer {
+        hello: Hello,
+        proof: [u8; 32],
+    },
     /// The dialer's proof over both hellos, and its pools: the listener has proved itself.
-    Proof { proof: [u8; 32], pools: Vec<PoolCard> },
+    Proof {
+        proof: [u8; 32],
+        pools: Vec<PoolCard>,
+    },
     /// The session stands. The listener's pools.
-    Welcome { pools: Vec<PoolCard> },
+    Welcome {
+        pools: Vec<PoolCard>,
+    },
     Refused(Refusal),
 }
 
@@ -82,7 +90,9 @@ pub(crate) enum Greeting {
 #[non_exhaustive]
 pub enum Refusal {
     /// The peer speaks another protocol version.
-    #[error("protocol version {theirs} there, {ours} here; run the same release of kvferry on both sides")]
+    #[error(
+        "protocol version {theirs} there, {ours} here; run the same release of kvferry on both sides"
+    )]
     Version {
         /// Version of the side that is told.
         ours: u16,
@@ -213,7 +223,9 @@ impl Greeting {
             Self::Proof { pools, .. } | Self::Welcome { pools } => {
                 bound("pools", pools.len(), POOLS_MAX)?;
                 for card in pools {
-                    card.layout.validate().map_err(|error| MessageError::Invalid(error.to_string()))?;
+                    card.layout
+                        .validate()
+                        .map_err(|error| MessageError::Invalid(error.to_string()))?;
                 }
             }
             Self::Refused(_) => {}
@@ -235,7 +247,11 @@ impl Message {
         match &mut message {
             Self::Grant(grant) => {
                 bound("granted pools", grant.pools.len(), POOLS_MAX)?;
-                bound("granted pages", grant.pools.iter().map(|pool| pool.pages.len()).sum(), GRANT_PAGES_MAX)?;
+                bound(
+                    "granted pages",
+                    grant.pools.iter().map(|pool| pool.pages.len()).sum(),
+                    GRANT_PAGES_MAX,
+                )?;
                 bound("note bytes", grant.note.len(), GRANT_NOTE_BYTES_MAX)?;
             }
             Self::Finished { aux, .. } => bound("aux bytes", aux.len(), AUX_BYTES_MAX)?,
@@ -244,10 +260,20 @@ impl Message {
                 let kept = failure.as_ref().clone().bounded();
                 **failure = kept;
             }
-            Self::LaneTokens { tokens } => bound("lanes", tokens.len(), crate::config::LANES_MAX as usize)?,
-            Self::LaneRequest { lanes } => bound("lanes", usize::from(*lanes), crate::config::LANES_MAX as usize)?,
-            Self::Bye { reason } => bound("reason bytes", reason.len(), crate::failure::CAUSE_BYTES_MAX)?,
-            Self::Landed { .. } | Self::Drained { .. } | Self::Sync | Self::Drain | Self::Heartbeat => {}
+            Self::LaneTokens { tokens } => {
+                bound("lanes", tokens.len(), crate::config::LANES_MAX as usize)?
+            }
+            Self::LaneRequest { lanes } => {
+                bound("lanes", usize::from(*lanes), crate::config::LANES_MAX as usize)?
+            }
+            Self::Bye { reason } => {
+                bound("reason bytes", reason.len(), crate::failure::CAUSE_BYTES_MAX)?
+            }
+            Self::Landed { .. }
+            | Self::Drained { .. }
+            | Self::Sync
+            | Self::Drain
+            | Self::Heartbeat => {}
         }
         Ok(message)
     }
@@ -291,7 +317,10 @@ mod tests {
         };
         assert!(Message::decode(&body(&finished(AUX_BYTES_MAX))).is_ok());
         let error = Message::decode(&body(&finished(AUX_BYTES_MAX + 1))).unwrap_err();
-        assert_eq!(error, MessageError::Bound { what: "aux bytes", given: AUX_BYTES_MAX + 1, max: AUX_BYTES_MAX });
+        assert_eq!(
+            error,
+            MessageError::Bound { what: "aux bytes", given: AUX_BYTES_MAX + 1, max: AUX_BYTES_MAX }
+        );
     }
 
     #[test]

@@ -41,9 +41,12 @@ use crate::room::receiver::ReceiverEvent;
 use crate::room::sender::SenderEvent;
 use crate::wire::message::Message;
 
-/// Submissions and messages taken in one turn: enough to empty a burst, few enough that lanes are
-/// looked at every few hundred microseconds.
-const TAKEN_PER_TURN: usize = 512;
+/// Submissions taken in one turn: enough to empty a burst, few enough that lanes are looked at every
+/// few hundred microseconds.
+const SUBMISSIONS_PER_TURN: usize = 512;
+/// Mail of the control plane that may wait for the worker; more holds the sessions back. A turn takes
+/// all that was there when it began.
+pub(crate) const MAIL: usize = 4096;
 
 /// Where a worker's work comes from and goes to.
 #[derive(Debug)]
@@ -111,8 +114,9 @@ impl<F: Fabric> Worker<F> {
 
     /// One turn. Says whether anything happened.
     pub(crate) fn turn(&mut self, now: Micros) -> bool {
-        let mut progress = self.take_submissions(now);
-        progress |= self.take_mail(now);
+        // Mail first, all of it: a caller that was told of a peer may grant to it at once.
+        let mut progress = self.take_mail(now);
+        progress |= self.take_submissions(now);
         progress |= self.poll(now);
         progress |= self.fire_timers(now);
         progress |= self.post_all(now);
@@ -126,7 +130,8 @@ impl<F: Fabric> Worker<F> {
         let (sending, receiving) = (&self.sending, &self.receiving);
         self.timers.next(|timer| match timer {
             Timer::Send { slot, generation } => {
-                sending.rooms.generation(slot) == generation && sending.rooms.get(slot).is_some_and(|r| r.core.is_live())
+                sending.rooms.generation(slot) == generation
+                    && sending.rooms.get(slot).is_some_and(|r| r.core.is_live())
             }
             Timer::Receive { slot, generation } => {
                 receiving.rooms.generation(slot) == generation
@@ -137,7 +142,10 @@ impl<F: Fabric> Worker<F> {
 
     /// Whether the worker was told to stop and every room is released.
     pub(crate) fn is_stopped(&self) -> bool {
-        self.stopping && self.sending.rooms.is_empty() && self.receiving.rooms.is_empty() && self.to_control.is_empty()
+        self.stopping
+            && self.sending.rooms.is_empty()
+            && self.receiving.rooms.is_empty()
+            && self.to_control.is_empty()
     }
 
     pub(crate) fn fabric_mut(&mut self) -> &mut F {
@@ -155,7 +163,7 @@ impl<F: Fabric> Worker<F> {
 
     fn take_submissions(&mut self, now: Micros) -> bool {
         let mut taken = false;
-        for _ in 0..TAKEN_PER_TURN {
+        for _ in 0..SUBMISSIONS_PER_TURN {
             let Ok(submission) = self.queues.submissions.try_recv() else { break };
             taken = true;
             match submission {
@@ -179,7 +187,7 @@ impl<F: Fabric> Worker<F> {
 
     fn take_mail(&mut self, now: Micros) -> bool {
         let mut taken = false;
-        for _ in 0..TAKEN_PER_TURN {
+        for _ in 0..MAIL {
             let Ok(mail) = self.queues.inbox.try_recv() else { break };
             taken = true;
             match mail {
@@ -192,12 +200,17 @@ impl<F: Fabric> Worker<F> {
                     }
                 }
                 ToWorker::PeerDown { peer } => {
-                    if let Some(peer) = self.peers.find(peer).and_then(|index| self.peers.get_mut(index)) {
+                    if let Some(peer) =
+                        self.peers.find(peer).and_then(|index| self.peers.get_mut(index))
+                    {
                         peer.session_down();
                     }
                 }
-                ToWorker::PeerGone { peer, kind, causes } => self.peer_gone(now, peer, kind, &causes),
-                ToWorker::LaneUp { peer, lane, stream, leaves_host } => match self.peers.find(peer) {
+                ToWorker::PeerGone { peer, kind, causes } => {
+                    self.peer_gone(now, peer, kind, &causes)
+                }
+                ToWorker::LaneUp { peer, lane, stream, leaves_host } => match self.peers.find(peer)
+                {
                     Some(index) => {
                         if let Some(peer) = self.peers.get_mut(index) {
                             peer.lanes += 1;
@@ -245,7 +258,9 @@ impl<F: Fabric> Worker<F> {
     fn message(&mut self, now: Micros, peer: PeerIndex, message: Message) {
         match message {
             Message::Grant(grant) => self.granted(now, peer, grant),
-            Message::Finished { epoch, sent, aux, .. } => self.told_finished(now, peer, epoch, sent, aux),
+            Message::Finished { epoch, sent, aux, .. } => {
+                self.told_finished(now, peer, epoch, sent, aux)
+            }
             Message::Landed { epoch, .. } => self.sender_told(now, peer, epoch, Ok(())),
             Message::Failed { epoch, to: Role::Sender, failure, .. } => {
                 self.sender_told(now, peer, epoch, Err(*failure));
@@ -288,14 +303,21 @@ impl<F: Fabric> Worker<F> {
     }
 
     fn rooms_with(&self, index: PeerIndex) -> bool {
-        self.sending.rooms.iter().any(|(_, room)| room.bound.as_ref().is_some_and(|bound| bound.peer == index))
+        self.sending
+            .rooms
+            .iter()
+            .any(|(_, room)| room.bound.as_ref().is_some_and(|bound| bound.peer == index))
             || self.receiving.rooms.iter().any(|(_, room)| room.peer == index)
     }
 
     fn poll(&mut self, now: Micros) -> bool {
         let mut events = std::mem::take(&mut self.events);
-        let mut gate =
-            Grants { receiving: &mut self.receiving, peers: &self.peers, stats: &mut self.stats, now };
+        let mut gate = Grants {
+            receiving: &mut self.receiving,
+            peers: &self.peers,
+            stats: &mut self.stats,
+            now,
+        };
         let progress = self.fabric.poll(&mut gate, &mut events);
         self.after_poll(now);
         for event in events.drain(..) {
@@ -383,12 +405,18 @@ impl<F: Fabric> Worker<F> {
         }
         match cell.role {
             Role::Sender => {
-                if self.sending.rooms.get(slot).is_some_and(|room| std::ptr::eq(&*room.cell, cell)) {
+                if self.sending.rooms.get(slot).is_some_and(|room| std::ptr::eq(&*room.cell, cell))
+                {
                     self.step_sender(now, slot, SenderEvent::Fault(kind), vec![cause]);
                 }
             }
             Role::Receiver => {
-                if self.receiving.rooms.get(slot).is_some_and(|room| std::ptr::eq(&*room.cell, cell)) {
+                if self
+                    .receiving
+                    .rooms
+                    .get(slot)
+                    .is_some_and(|room| std::ptr::eq(&*room.cell, cell))
+                {
                     self.step_receiver(now, slot, ReceiverEvent::Fault(kind), vec![cause]);
                 }
             }
@@ -402,14 +430,21 @@ impl<F: Fabric> Worker<F> {
             self.step_sender(now, slot, SenderEvent::Fault(FailureKind::Shutdown), causes.clone());
         }
         for slot in self.receiving.rooms.indices() {
-            self.step_receiver(now, slot, ReceiverEvent::Fault(FailureKind::Shutdown), causes.clone());
+            self.step_receiver(
+                now,
+                slot,
+                ReceiverEvent::Fault(FailureKind::Shutdown),
+                causes.clone(),
+            );
         }
     }
 
     /// Forgets a pool unless rooms use it; gives their number.
     fn drop_pool(&mut self, pool: PoolId) -> usize {
         let sending = self.sending.rooms.iter().filter(|(_, room)| {
-            room.cell.bound().is_some_and(|bound| bound.pools.iter().any(|granted| granted.pool == pool))
+            room.cell
+                .bound()
+                .is_some_and(|bound| bound.pools.iter().any(|granted| granted.pool == pool))
         });
         let users = sending.count() + self.receivers_using(pool);
         if users == 0
@@ -422,7 +457,8 @@ impl<F: Fabric> Worker<F> {
 
     /// Answers those who wait for rooms to be over, and buries peers.
     fn after_release(&mut self) {
-        let gone: Vec<u32> = self.peers.0.iter().filter(|(_, peer)| peer.gone).map(|(index, _)| index).collect();
+        let gone: Vec<u32> =
+            self.peers.0.iter().filter(|(_, peer)| peer.gone).map(|(index, _)| index).collect();
         for index in gone {
             self.bury(PeerIndex(index));
         }

@@ -59,9 +59,15 @@ impl Peer {
             .into_iter()
             .map(|pairing| {
                 let layers = pairing.layers.end - pairing.layers.start;
-                let page_bytes = pairing.remote.offset + pairing.remote.stride * u64::from(pairing.remote.rows);
-                let map =
-                    PageMap::of_peer(layers, pairing.planes, pairing.remote_pages, pairing.remote_stride, page_bytes);
+                let page_bytes =
+                    pairing.remote.offset + pairing.remote.stride * u64::from(pairing.remote.rows);
+                let map = PageMap::of_peer(
+                    layers,
+                    pairing.planes,
+                    pairing.remote_pages,
+                    pairing.remote_stride,
+                    page_bytes,
+                );
                 PeerPool { pairing, map: Arc::new(map) }
             })
             .collect();
@@ -118,7 +124,10 @@ pub(super) struct Peers(pub(super) Slots<Peer>);
 impl Peers {
     /// The peer's place, unless it has been given up.
     pub(super) fn find(&self, incarnation: Incarnation) -> Option<PeerIndex> {
-        self.0.iter().find(|(_, peer)| peer.incarnation == incarnation && !peer.gone).map(|(index, _)| PeerIndex(index))
+        self.0
+            .iter()
+            .find(|(_, peer)| peer.incarnation == incarnation && !peer.gone)
+            .map(|(index, _)| PeerIndex(index))
     }
 
     pub(super) fn get(&self, index: PeerIndex) -> Option<&Peer> {

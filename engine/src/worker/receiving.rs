@@ -123,9 +123,16 @@ fn wrong_counts(landed: Landed) -> String {
 /// The memory a frame goes to, if the grant covers all of it.
 fn covered(room: &RecvRoom, peers: &Peers, frame: &DataFrame) -> Result<Strips, &'static str> {
     let peer = peers.get(room.peer).ok_or("the peer is not known")?;
-    let target =
-        room.pools.iter().find(|target| target.pool.0 == frame.pool).ok_or("a frame names a pool that was not granted")?;
-    let pairing = &peer.pools.get(target.pool.index()).ok_or("a frame names a pool that is not here")?.pairing;
+    let target = room
+        .pools
+        .iter()
+        .find(|target| target.pool.0 == frame.pool)
+        .ok_or("a frame names a pool that was not granted")?;
+    let pairing = &peer
+        .pools
+        .get(target.pool.index())
+        .ok_or("a frame names a pool that is not here")?
+        .pairing;
     let (layer, layers) = (u32::from(frame.layer), u32::from(frame.layers));
     if layers == 0 || layer < pairing.layers.start || layer + layers > pairing.layers.end {
         return Err("a frame names layers that the two sides do not share");
@@ -148,7 +155,13 @@ fn covered(room: &RecvRoom, peers: &Peers, frame: &DataFrame) -> Result<Strips, 
         first: frame.first,
         len: frame.pieces,
     };
-    Ok(Strips::new(Arc::clone(&target.map), Arc::clone(&target.pages), frame.at as usize, pairing.local, pieces))
+    Ok(Strips::new(
+        Arc::clone(&target.map),
+        Arc::clone(&target.pages),
+        frame.at as usize,
+        pairing.local,
+        pieces,
+    ))
 }
 
 impl<F: Fabric> Worker<F> {
@@ -248,13 +261,25 @@ impl<F: Fabric> Worker<F> {
         }
         for (slot, epoch, what) in std::mem::take(&mut self.receiving.outside) {
             if self.receiving.live(slot, epoch).is_some() {
-                self.step_receiver(now, slot, ReceiverEvent::Fault(FailureKind::OutsideGrant), vec![what]);
+                self.step_receiver(
+                    now,
+                    slot,
+                    ReceiverEvent::Fault(FailureKind::OutsideGrant),
+                    vec![what],
+                );
             }
         }
     }
 
     /// The sender says that everything was sent.
-    pub(super) fn told_finished(&mut self, now: Micros, peer: PeerIndex, epoch: Epoch, sent: Landed, aux: Bytes) {
+    pub(super) fn told_finished(
+        &mut self,
+        now: Micros,
+        peer: PeerIndex,
+        epoch: Epoch,
+        sent: Landed,
+        aux: Bytes,
+    ) {
         let Some(slot) = self.slot_of(peer, epoch) else {
             self.answer_unknown(peer, epoch);
             return;
@@ -262,10 +287,19 @@ impl<F: Fabric> Worker<F> {
         let Some(room) = self.receiving.rooms.get_mut(slot) else { return };
         if room.core.is_live() {
             let too_long = aux.len() > room.aux_bytes as usize;
-            let put = room.aux.as_ref().map(|to| to.region.write_at(to.offset, &aux[..aux.len().min(to.len)]));
+            let put = room
+                .aux
+                .as_ref()
+                .map(|to| to.region.write_at(to.offset, &aux[..aux.len().min(to.len)]));
             if too_long || matches!(put, Some(Err(_))) {
-                let causes = vec![format!("an aux row of {} bytes, {} granted", aux.len(), room.aux_bytes)];
-                self.step_receiver(now, slot, ReceiverEvent::Fault(FailureKind::AuxTooLong), causes);
+                let causes =
+                    vec![format!("an aux row of {} bytes, {} granted", aux.len(), room.aux_bytes)];
+                self.step_receiver(
+                    now,
+                    slot,
+                    ReceiverEvent::Fault(FailureKind::AuxTooLong),
+                    causes,
+                );
                 return;
             }
             room.cell.keep_aux(aux);
@@ -274,7 +308,13 @@ impl<F: Fabric> Worker<F> {
     }
 
     /// The sender says that the room has failed.
-    pub(super) fn receiver_told_failed(&mut self, now: Micros, peer: PeerIndex, epoch: Epoch, failure: Failure) {
+    pub(super) fn receiver_told_failed(
+        &mut self,
+        now: Micros,
+        peer: PeerIndex,
+        epoch: Epoch,
+        failure: Failure,
+    ) {
         let Some(slot) = self.slot_of(peer, epoch) else {
             self.answer_unknown(peer, epoch);
             return;
@@ -304,7 +344,13 @@ impl<F: Fabric> Worker<F> {
         }
     }
 
-    pub(super) fn step_receiver(&mut self, now: Micros, slot: u32, event: ReceiverEvent, causes: Vec<String>) {
+    pub(super) fn step_receiver(
+        &mut self,
+        now: Micros,
+        slot: u32,
+        event: ReceiverEvent,
+        causes: Vec<String>,
+    ) {
         let Some(room) = self.receiving.rooms.get_mut(slot) else { return };
         let before = room.core.state();
         let reaction = room.core.on(now, event);
@@ -314,7 +360,9 @@ impl<F: Fabric> Worker<F> {
                 let landed = room.core.arrived();
                 let causes = if causes.is_empty() {
                     vec![match kind {
-                        FailureKind::DeadlineExceeded => format!("the deadline passed in state {before:?}"),
+                        FailureKind::DeadlineExceeded => {
+                            format!("the deadline passed in state {before:?}")
+                        }
                         FailureKind::CountMismatch => wrong_counts(landed),
                         kind => kind.slug().to_owned(),
                     }]
@@ -328,11 +376,22 @@ impl<F: Fabric> Worker<F> {
         self.react_receiver(now, slot, reaction, failure);
     }
 
-    fn react_receiver(&mut self, now: Micros, slot: u32, reaction: ReceiverReaction, failure: Option<Failure>) {
+    fn react_receiver(
+        &mut self,
+        now: Micros,
+        slot: u32,
+        reaction: ReceiverReaction,
+        failure: Option<Failure>,
+    ) {
         let Some(room) = self.receiving.rooms.get_mut(slot) else { return };
         let (id, epoch, peer) = (room.cell.room, room.core.epoch(), room.peer);
         let landed = room.core.arrived();
-        let failed = |failure: Failure| Message::Failed { room: id, epoch, to: Role::Sender, failure: Box::new(failure) };
+        let failed = |failure: Failure| Message::Failed {
+            room: id,
+            epoch,
+            to: Role::Sender,
+            failure: Box::new(failure),
+        };
         let (verdict, tell) = match (reaction, failure) {
             (ReceiverReaction::Nothing, _) => return room.cell.advance(room.core.state()),
             (ReceiverReaction::Late, _) => {
@@ -340,15 +399,18 @@ impl<F: Fabric> Worker<F> {
                 return;
             }
             (ReceiverReaction::Repeat, _) => return self.answer_unknown(peer, epoch),
-            (ReceiverReaction::Done(landed), _) => (Ok(()), Some(Message::Landed { room: id, epoch, landed })),
+            (ReceiverReaction::Done(landed), _) => {
+                (Ok(()), Some(Message::Landed { room: id, epoch, landed }))
+            }
             (ReceiverReaction::FailAsTold { answer }, Some(failure)) => {
                 let message = failed(failure.clone());
                 (Err(failure), answer.then_some(message))
             }
             (ReceiverReaction::Fail(kind), failure) => {
                 let cell = Arc::clone(&room.cell);
-                let failure = failure
-                    .unwrap_or_else(|| self.failure(&cell, Role::Receiver, kind, None, vec![wrong_counts(landed)]));
+                let failure = failure.unwrap_or_else(|| {
+                    self.failure(&cell, Role::Receiver, kind, None, vec![wrong_counts(landed)])
+                });
                 (Err(failure.clone()), Some(failed(failure)))
             }
             (ReceiverReaction::FailAsTold { .. }, None) => return,
@@ -385,7 +447,13 @@ impl<F: Fabric> Worker<F> {
         }
     }
 
-    pub(super) fn fail_receivers_of(&mut self, now: Micros, peer: PeerIndex, kind: FailureKind, causes: &[String]) {
+    pub(super) fn fail_receivers_of(
+        &mut self,
+        now: Micros,
+        peer: PeerIndex,
+        kind: FailureKind,
+        causes: &[String],
+    ) {
         for slot in self.receiving.rooms.indices() {
             if self.receiving.rooms.get(slot).is_some_and(|room| room.peer == peer) {
                 self.step_receiver(now, slot, ReceiverEvent::Fault(kind), causes.to_vec());
@@ -396,7 +464,12 @@ impl<F: Fabric> Worker<F> {
     /// Says again the grants that stand with a peer whose session came back.
     pub(super) fn resume_receivers(&mut self, now: Micros, peer: PeerIndex) {
         for slot in self.receiving.rooms.indices() {
-            if self.receiving.rooms.get(slot).is_some_and(|room| room.peer == peer && room.core.is_live()) {
+            if self
+                .receiving
+                .rooms
+                .get(slot)
+                .is_some_and(|room| room.peer == peer && room.core.is_live())
+            {
                 self.say_grant(now, slot);
             }
         }
@@ -404,6 +477,10 @@ impl<F: Fabric> Worker<F> {
 
     /// Live or unreleased rooms that have a pool granted.
     pub(super) fn receivers_using(&self, pool: PoolId) -> usize {
-        self.receiving.rooms.iter().filter(|(_, room)| room.pools.iter().any(|target| target.pool == pool)).count()
+        self.receiving
+            .rooms
+            .iter()
+            .filter(|(_, room)| room.pools.iter().any(|target| target.pool == pool))
+            .count()
     }
 }

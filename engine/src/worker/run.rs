@@ -62,33 +62,36 @@ pub(crate) enum WorkerError {
 /// Starts the worker's thread and waits until it is ready.
 pub(crate) fn spawn(setup: WorkerSetup) -> Result<(JoinHandle<()>, IoReport), WorkerError> {
     let (ready, wait) = std::sync::mpsc::sync_channel(1);
-    let thread = std::thread::Builder::new().name("kvferry-worker".to_owned()).spawn(move || {
-        if let Some(cpu) = setup.config.worker_cpu
-            && let Err(source) = pin(cpu)
-        {
-            let _ = ready.send(Err(WorkerError::Pin { cpu, source }));
-            return;
-        }
-        // The driver is opened here, by the thread that uses it, after it was pinned.
-        match open_driver(&setup) {
-            #[cfg(feature = "io-uring")]
-            Ok((Opened::Uring(driver), report)) => {
-                let _ = ready.send(Ok(report));
-                run(setup, driver);
+    let thread =
+        std::thread::Builder::new().name("kvferry-worker".to_owned()).spawn(move || {
+            if let Some(cpu) = setup.config.worker_cpu
+                && let Err(source) = pin(cpu)
+            {
+                let _ = ready.send(Err(WorkerError::Pin { cpu, source }));
+                return;
             }
-            Ok((Opened::Epoll(driver), report)) => {
-                let _ = ready.send(Ok(report));
-                run(setup, driver);
+            // The driver is opened here, by the thread that uses it, after it was pinned.
+            match open_driver(&setup) {
+                #[cfg(feature = "io-uring")]
+                Ok((Opened::Uring(driver), report)) => {
+                    let _ = ready.send(Ok(report));
+                    run(setup, driver);
+                }
+                Ok((Opened::Epoll(driver), report)) => {
+                    let _ = ready.send(Ok(report));
+                    run(setup, driver);
+                }
+                Err(error) => {
+                    let _ = ready.send(Err(error));
+                }
             }
-            Err(error) => {
-                let _ = ready.send(Err(error));
-            }
-        }
-    })?;
+        })?;
     match wait.recv() {
         Ok(Ok(report)) => Ok((thread, report)),
         Ok(Err(error)) => Err(error),
-        Err(_) => Err(WorkerError::Os(std::io::Error::other("the worker ended before it was ready"))),
+        Err(_) => {
+            Err(WorkerError::Os(std::io::Error::other("the worker ended before it was ready")))
+        }
     }
 }
 
@@ -133,7 +136,9 @@ fn open_driver(setup: &WorkerSetup) -> Result<(Opened, IoReport), WorkerError> {
             }
         }
         #[cfg(not(feature = "io-uring"))]
-        IoMode::Auto | IoMode::RequireIoUring => "kvferry was built without the feature io-uring".to_owned(),
+        IoMode::Auto | IoMode::RequireIoUring => {
+            "kvferry was built without the feature io-uring".to_owned()
+        }
     };
     if setup.config.io == IoMode::RequireIoUring {
         return Err(WorkerError::IoUring(why_not));
@@ -142,7 +147,12 @@ fn open_driver(setup: &WorkerSetup) -> Result<(Opened, IoReport), WorkerError> {
         tracing::warn!(why = %why_not, "io_uring cannot be used; lanes go over epoll");
     }
     let driver = Epoll::new(Arc::clone(&setup.wakeup)).map_err(std::io::Error::from)?;
-    let report = IoReport { io: LaneIo::Epoll, defer_taskrun: false, sendmsg_zc: false, why_not: Some(why_not) };
+    let report = IoReport {
+        io: LaneIo::Epoll,
+        defer_taskrun: false,
+        sendmsg_zc: false,
+        why_not: Some(why_not),
+    };
     Ok((Opened::Epoll(driver), report))
 }
 
@@ -159,7 +169,7 @@ fn run<D: Driver>(setup: WorkerSetup, driver: D) {
     loop {
         let progress = worker.turn(now);
         turns += 1;
-        if turns % TURNS_PER_PUBLISH == 0 {
+        if turns.is_multiple_of(TURNS_PER_PUBLISH) {
             worker.publish_stats();
         }
         if progress {
@@ -186,7 +196,8 @@ fn run<D: Driver>(setup: WorkerSetup, driver: D) {
         // Once more, now that whoever puts something in a queue will wake the worker for it.
         if !worker.turn(now) {
             worker.note_sleep();
-            let until_due = worker.next_deadline().map_or(SLEEP_MAX, |at| Duration::from_micros(at.since(now)));
+            let until_due =
+                worker.next_deadline().map_or(SLEEP_MAX, |at| Duration::from_micros(at.since(now)));
             worker.fabric_mut().sleep(until_due.min(SLEEP_MAX));
         }
         wakeup.awake();

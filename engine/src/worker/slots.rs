@@ -60,7 +60,10 @@ impl<T> Slots<T> {
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &T)> {
-        self.places.iter().enumerate().filter_map(|(i, place)| Some((i as u32, place.value.as_ref()?)))
+        self.places
+            .iter()
+            .enumerate()
+            .filter_map(|(i, place)| Some((i as u32, place.value.as_ref()?)))
     }
 
     pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {

@@ -84,7 +84,10 @@ mod tests {
         for at in 0..10_000 {
             timers.set(Micros(at), timer(at as u32));
         }
-        assert_eq!(timers.next(|timer| timer == Timer::Send { slot: 9_999, generation: 0 }), Some(Micros(9_999)));
+        assert_eq!(
+            timers.next(|timer| timer == Timer::Send { slot: 9_999, generation: 0 }),
+            Some(Micros(9_999))
+        );
         assert_eq!(timers.heap.len(), 1);
         assert!(timers.heap.capacity() <= STALE_MIN * 2);
     }

@@ -34,7 +34,10 @@ impl Verdicts {
 
     /// Everything that a peer was told, oldest first.
     pub(super) fn of(&self, peer: Incarnation) -> impl Iterator<Item = &Message> {
-        self.order.iter().filter(move |(told, _, _)| *told == peer).filter_map(|key| self.by_room.get(key))
+        self.order
+            .iter()
+            .filter(move |(told, _, _)| *told == peer)
+            .filter_map(|key| self.by_room.get(key))
     }
 
     /// A peer that is given up asks nothing any more.

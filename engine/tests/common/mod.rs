@@ -1,5 +1,12 @@
 //! Two engines in one process, with pools whose pages can be told apart.
-#![allow(dead_code, missing_docs, reason = "each test binary uses its own part of the harness")]
+#![allow(
+    dead_code,
+    missing_docs,
+    unreachable_pub,
+    reason = "each test binary uses its own part of the harness"
+)]
+
+pub mod proxy;
 
 use std::net::SocketAddr;
 use std::time::Duration;

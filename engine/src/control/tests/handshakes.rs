@@ -103,9 +103,7 @@ async fn a_dialer_that_cannot_prove_the_secret_is_refused_and_sees_no_layout() {
         stream.read_exact(&mut body).await.unwrap();
         Greeting::decode(&body).unwrap()
     };
-    let Greeting::Answer { .. } = greet(&Greeting::Hello(hello)).await else {
-        panic!("no answer")
-    };
+    let Greeting::Answer { .. } = greet(&Greeting::Hello(hello)).await else { panic!("no answer") };
     let forged = Greeting::Proof { proof: [7; 32], pools: us.pools };
     let told = greet(&forged).await;
     assert!(matches!(told, Greeting::Refused(Refusal::Secret(_))), "{told:?}");
@@ -181,10 +179,20 @@ async fn whatever_strangers_send_the_listener_lives() {
     let truncated = [&preamble[..], &100u32.to_le_bytes(), b"too few"].concat();
     let oversized = [&preamble[..], &u32::MAX.to_le_bytes()].concat();
     let garbage = [&preamble[..], &64u32.to_le_bytes(), &[0xff; 64]].concat();
-    let out_of_turn = [&preamble[..], &encode(&Greeting::Refused(Refusal::Full(1)), 100).unwrap()].concat();
+    let out_of_turn =
+        [&preamble[..], &encode(&Greeting::Refused(Refusal::Full(1)), 100).unwrap()].concat();
     let unknown_kind = [&MAGIC[..], &[9, 1, 0]].concat();
     let lane = [&framing::preamble(Kind::Lane)[..], &[1; 7]].concat();
-    for bytes in [&b"GET / HTTP/1.1\r\n\r\n"[..], &b""[..], &truncated, &oversized, &garbage, &out_of_turn, &unknown_kind, &lane] {
+    for bytes in [
+        &b"GET / HTTP/1.1\r\n\r\n"[..],
+        &b""[..],
+        &truncated,
+        &oversized,
+        &garbage,
+        &out_of_turn,
+        &unknown_kind,
+        &lane,
+    ] {
         for stays in [false, true] {
             let mut stream = TcpStream::connect(a.addr()).await.unwrap();
             stream.write_all(bytes).await.unwrap();
@@ -213,7 +221,10 @@ async fn an_address_that_is_no_peer_is_told_apart() {
     let addr = free.local_addr().unwrap();
     let mute = Node::new(dialer().connect_timeout_ms(200u64));
     let error = mute.control.connect(addr).await.unwrap_err();
-    assert!(matches!(error, ConnectError::Timeout { stage: ConnectStage::Handshake, .. }), "{error:?}");
+    assert!(
+        matches!(error, ConnectError::Timeout { stage: ConnectStage::Handshake, .. }),
+        "{error:?}"
+    );
     drop(free);
     let error = mute.control.connect(addr).await.unwrap_err();
     assert!(matches!(error, ConnectError::Io { .. }) && error.nobody_listens(), "{error:?}");
@@ -255,7 +266,10 @@ async fn a_peer_that_breaks_the_protocol_is_expelled_and_the_listener_lives() {
         puppet.wire.writer.write_all(&bytes).await.unwrap();
         let (gone, kind, causes) = a.gone().await;
         assert_eq!((gone, kind), (peer, FailureKind::ProtocolViolation), "{causes:?}");
-        assert!(matches!(a.health(peer), Some(PeerHealth::Gone { kind: FailureKind::ProtocolViolation, .. })));
+        assert!(matches!(
+            a.health(peer),
+            Some(PeerHealth::Gone { kind: FailureKind::ProtocolViolation, .. })
+        ));
     }
     // Tokens that nobody asked for are not dialed, and harm nobody.
     let mut puppet = Puppet::dial(a.addr(), &identity(None)).await;

@@ -14,7 +14,11 @@ struct Killable {
 
 impl Killable {
     fn new(config: EngineConfig) -> Self {
-        let rt = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let rt = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
         let start = || Node::try_with(rt.handle(), config.clone(), vec![card("kv", 64)], None);
         let deadline = Instant::now() + LONG;
         let node = loop {
@@ -66,7 +70,10 @@ async fn a_killed_peer_is_dead_within_a_second_for_whoever_dialed_it() {
     assert_eq!((peer, kind), (dead, FailureKind::PeerDied), "{causes:?}");
     assert!(killed.elapsed() < SLACK * Duration::from_secs(1), "{:?}", killed.elapsed());
     assert!(causes.len() >= 2, "{causes:?}");
-    assert!(matches!(near.health(dead), Some(PeerHealth::Gone { kind: FailureKind::PeerDied, .. })));
+    assert!(matches!(
+        near.health(dead),
+        Some(PeerHealth::Gone { kind: FailureKind::PeerDied, .. })
+    ));
 }
 
 #[tokio::test]

@@ -25,7 +25,7 @@ use crate::memory::{PoolCard, PoolLayout};
 use crate::peers::PeerHealth;
 use crate::wire::message::{CONTROL_FRAME_BYTES_MAX, LaneIo, Message, encode};
 use crate::worker::mail::{PeerUp, ToControl, ToWorker};
-use crate::worker::wake::{WorkerMail, Wakeup};
+use crate::worker::wake::{Wakeup, WorkerMail};
 
 /// Longest that anything without a promised deadline may take here.
 const LONG: Duration = Duration::from_secs(30);
@@ -112,7 +112,8 @@ impl Node {
     /// The next thing said to the worker.
     async fn next(&mut self) -> ToWorker {
         let said = tokio::time::timeout(LONG, self.said.recv()).await;
-        let said = said.expect("nothing was said to the worker").expect("the control plane is gone");
+        let said =
+            said.expect("nothing was said to the worker").expect("the control plane is gone");
         match said {
             ToWorker::PeerUp(up) => {
                 self.outboxes.insert(up.peer, up.outbox.clone());

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::control::ConnectError;
+use crate::failure::Landed;
 use crate::wire::message::Refusal;
 
 #[tokio::test]
@@ -47,12 +48,19 @@ async fn exchange(a: &mut Node, b: &mut Node) {
     let deadline = tokio::time::Instant::now() + LONG;
     let (mut heard_a, mut heard_b) = (false, false);
     while !(heard_a && heard_b) {
-        assert!(tokio::time::Instant::now() < deadline, "no session stands: {:?} {:?}", a.peers, b.peers);
+        assert!(
+            tokio::time::Instant::now() < deadline,
+            "no session stands: {:?} {:?}",
+            a.peers,
+            b.peers
+        );
         for (node, heard) in [(&mut *a, &mut heard_a), (&mut *b, &mut heard_b)] {
             while let Ok(said) = tokio::time::timeout(Duration::from_millis(5), node.next()).await {
                 match said {
                     ToWorker::Message { .. } => *heard = true,
-                    ToWorker::PeerGone { kind, causes, .. } => panic!("given up: {kind} {causes:?}"),
+                    ToWorker::PeerGone { kind, causes, .. } => {
+                        panic!("given up: {kind} {causes:?}")
+                    }
                     _ => {}
                 }
             }
@@ -102,7 +110,9 @@ async fn a_draining_peer_is_marked_and_takes_no_new_sessions() {
     a.control.drain(None);
     eventually("the peer is told", || b.health(a.incarnation) == Some(PeerHealth::Draining)).await;
     let error = Node::new(dialer()).control.connect(a.addr()).await.unwrap_err();
-    let ConnectError::Refused { refusal: Refusal::Draining, .. } = error else { panic!("{error:?}") };
+    let ConnectError::Refused { refusal: Refusal::Draining, .. } = error else {
+        panic!("{error:?}")
+    };
     b.send(a.incarnation, message(1)).await;
     assert_eq!(a.message().await, message(1), "the session that stands goes on");
 }
@@ -148,14 +158,21 @@ async fn shutdown_sends_what_waits_says_goodbye_and_ends_every_task() {
     let (mut a, mut b) = pair(local(), dialer()).await;
     let silent = TcpStream::connect(a.addr()).await.unwrap();
     let (addr, core) = (a.addr(), Arc::clone(&a.control.core));
-    for id in 0..500 {
-        a.send(b.incarnation, message(id)).await;
+    // More than the kernel takes at once, so that much of it still waits here.
+    let row = |id| Message::Finished {
+        room: RoomId(id),
+        epoch: Epoch(1),
+        sent: Landed::default(),
+        aux: vec![7; 64 << 10].into(),
+    };
+    for id in 0..100 {
+        a.outboxes[&b.incarnation].try_send(row(id)).unwrap();
     }
     a.control.shutdown("the node is drained").await;
     assert_eq!(core.phase.receiver_count(), 0, "a task is left");
     assert!(TcpStream::connect(addr).await.is_err(), "it still listens");
-    for id in 0..500 {
-        assert_eq!(b.message().await, message(id));
+    for id in 0..100 {
+        assert_eq!(b.message().await, row(id));
     }
     let (peer, kind, causes) = b.gone().await;
     assert_eq!((peer, kind), (a.incarnation, FailureKind::Shutdown));
@@ -178,23 +195,54 @@ async fn shutdown_sends_what_waits_says_goodbye_and_ends_every_task() {
 
 #[tokio::test]
 async fn a_shutdown_does_not_wait_for_a_worker_that_hears_nothing() {
-    let (tx, said) = mpsc::channel(1);
-    let (_worker, from_worker) = mpsc::channel(1);
-    let setup = ControlSetup {
-        config: Arc::new(local()),
-        incarnation: Incarnation::draw().unwrap(),
-        cards: vec![card("kv", 64)],
-        io: LaneIo::Epoll,
-        worker: WorkerMail::new(tx, Arc::new(Wakeup::new().unwrap())),
-        from_worker,
-        peers: Arc::default(),
-    };
-    let control = Control::start(&Handle::current(), setup).unwrap();
+    let (control, _, _said) = narrow();
     let mut puppet = Puppet::dial(control.listen_addr().unwrap(), &identity(None)).await;
     for id in 0..10 {
         puppet.send(&message(id)).await;
     }
     tokio::time::timeout(SLACK * crate::control::SHUTDOWN, control.shutdown("stop")).await.unwrap();
     assert_eq!(control.core.phase.receiver_count(), 0);
-    drop(said);
+}
+
+/// A control plane whose worker takes one thing at a time, when the test takes it.
+fn narrow() -> (Control, mpsc::Sender<ToWorker>, mpsc::Receiver<ToWorker>) {
+    let (tx, said) = mpsc::channel(1);
+    let (_, from_worker) = mpsc::channel(1);
+    let setup = ControlSetup {
+        config: Arc::new(local()),
+        incarnation: Incarnation::draw().unwrap(),
+        cards: vec![card("kv", 64)],
+        io: LaneIo::Epoll,
+        worker: WorkerMail::new(tx.clone(), Arc::new(Wakeup::new().unwrap())),
+        from_worker,
+        peers: Arc::default(),
+    };
+    (Control::start(&Handle::current(), setup).unwrap(), tx, said)
+}
+
+#[tokio::test]
+async fn a_session_replaced_before_its_welcome_is_answered_all_the_same() {
+    // Which of its two halves a session runs first is drawn anew each time.
+    for _ in 0..20 {
+        let (control, tx, mut said) = narrow();
+        let addr = control.listen_addr().unwrap();
+        let us = Arc::new(identity(None));
+        tx.send(ToWorker::PeerDown { peer: us.incarnation }).await.unwrap();
+        let dial = |us: Arc<Identity>| async move {
+            let mut wire = Wire::new(open(addr, Kind::Control).await);
+            handshake::dial(&us, &mut wire, |_| false).await.map(|dialed| (dialed, wire))
+        };
+        let first = tokio::spawn(dial(Arc::clone(&us)));
+        eventually("the first is taken", || control.core.peer(us.incarnation).is_some()).await;
+        let second = tokio::spawn(dial(us));
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        let hearing = tokio::spawn(async move { while said.recv().await.is_some() {} });
+        let first = first.await.unwrap();
+        assert!(first.is_ok(), "{first:?}");
+        let second = second.await.unwrap();
+        assert!(second.is_ok(), "{second:?}");
+        drop((first, second));
+        control.shutdown("done").await;
+        hearing.abort();
+    }
 }

@@ -58,18 +58,8 @@ pub(crate) struct OpMemory {
     headers: [[u8; HEADER_BYTES]; HEADERS_PER_LANE],
 }
 
-impl OpMemory {
-    /// Leaked into a raw box: its address is the kernel's while an operation is in flight.
-    pub(crate) fn new() -> OpMemoryBox {
-        const EMPTY: libc::iovec = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
-        // SAFETY: `msghdr` is plain data for which all zeroes (null pointers, zero lengths) is valid.
-        let message = unsafe { std::mem::zeroed() };
-        let headers = [[0; HEADER_BYTES]; HEADERS_PER_LANE];
-        OpMemoryBox(NonNull::from(Box::leak(Box::new(Self { message, strips: [EMPTY; STRIPS_PER_OP], headers }))))
-    }
-}
-
-/// Owns an [`OpMemory`] without the uniqueness that a `Box` asserts.
+/// Owns an [`OpMemory`] without the uniqueness that a `Box` asserts: its address is the kernel's while
+/// an operation is in flight.
 #[derive(Debug)]
 pub(crate) struct OpMemoryBox(NonNull<OpMemory>);
 
@@ -77,6 +67,18 @@ pub(crate) struct OpMemoryBox(NonNull<OpMemory>);
 unsafe impl Send for OpMemoryBox {}
 
 impl OpMemoryBox {
+    pub(crate) fn new() -> Self {
+        const EMPTY: libc::iovec = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+        // SAFETY: `msghdr` is plain data for which all zeroes (null pointers, zero lengths) is valid.
+        let message = unsafe { std::mem::zeroed() };
+        let headers = [[0; HEADER_BYTES]; HEADERS_PER_LANE];
+        Self(NonNull::from(Box::leak(Box::new(OpMemory {
+            message,
+            strips: [EMPTY; STRIPS_PER_OP],
+            headers,
+        }))))
+    }
+
     /// Lays out the strips of the next operation. No operation may be in flight on this memory.
     pub(crate) fn fill(&mut self, strips: impl Iterator<Item = (u64, usize)>) -> *mut libc::msghdr {
         let memory = self.0.as_ptr();
@@ -119,7 +121,7 @@ impl OpMemoryBox {
 
 impl Drop for OpMemoryBox {
     fn drop(&mut self) {
-        // SAFETY: made by `Box::leak` in `OpMemory::new` and freed only here; lanes are dropped only
+        // SAFETY: made by `Box::leak` in `new` and freed only here; lanes are dropped only
         // when no operation is in flight on them.
         drop(unsafe { Box::from_raw(self.0.as_ptr()) });
     }
@@ -146,7 +148,14 @@ pub(crate) trait Driver {
     /// `message`, its strips and the memory they name must stay valid, and the strips' memory may be
     /// written (receive) or must not change (send), until the operation's [`Done`]; after a `more`,
     /// the strips' memory until the notification.
-    unsafe fn start(&mut self, lane: u32, fd: RawFd, direction: Direction, ticket: u32, message: *mut libc::msghdr);
+    unsafe fn start(
+        &mut self,
+        lane: u32,
+        fd: RawFd,
+        direction: Direction,
+        ticket: u32,
+        message: *mut libc::msghdr,
+    );
 
     /// Asks an operation in flight to end now; its [`Done`] tells how far it came.
     fn cancel(&mut self, lane: u32, direction: Direction, ticket: u32);

@@ -46,7 +46,13 @@ impl Epoll {
     pub(crate) fn new(wakeup: Arc<Wakeup>) -> Result<Self, Errno> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         epoll::add(&epoll, &*wakeup, epoll::EventData::new_u64(WAKEUP_KEY), epoll::EventFlags::IN)?;
-        Ok(Self { epoll, wakeup, waiting: Vec::new(), done: Vec::new(), events: Vec::with_capacity(EVENTS_PER_CALL) })
+        Ok(Self {
+            epoll,
+            wakeup,
+            waiting: Vec::new(),
+            done: Vec::new(),
+            events: Vec::with_capacity(EVENTS_PER_CALL),
+        })
     }
 
     /// Tries the operation; it ends, or goes on waiting.
@@ -78,9 +84,16 @@ impl Epoll {
 
     fn wait(&mut self, timeout: Duration) {
         self.events.clear();
-        let timeout = rustix::time::Timespec { tv_sec: timeout.as_secs().cast_signed(), tv_nsec: timeout.subsec_nanos().into() };
+        let timeout = rustix::time::Timespec {
+            tv_sec: timeout.as_secs().cast_signed(),
+            tv_nsec: timeout.subsec_nanos().into(),
+        };
         // An interrupted wait is an early return; the worker looks again.
-        let _ = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut self.events), Some(&timeout));
+        let _ = epoll::wait(
+            &self.epoll,
+            rustix::buffer::spare_capacity(&mut self.events),
+            Some(&timeout),
+        );
         let events = std::mem::take(&mut self.events);
         for event in events.iter().copied() {
             let (key, flags) = (event.data.u64(), event.flags);
@@ -91,10 +104,14 @@ impl Epoll {
             let Ok(lane) = u32::try_from(key) else { continue };
             let broken = flags.intersects(epoll::EventFlags::ERR | epoll::EventFlags::HUP);
             for (direction, ready) in [
-                (Direction::Receive, flags.intersects(epoll::EventFlags::IN | epoll::EventFlags::RDHUP)),
+                (
+                    Direction::Receive,
+                    flags.intersects(epoll::EventFlags::IN | epoll::EventFlags::RDHUP),
+                ),
                 (Direction::Send, flags.contains(epoll::EventFlags::OUT)),
             ] {
-                let waiting = self.waiting.get(lane as usize).and_then(|lane| lane[side(direction)]);
+                let waiting =
+                    self.waiting.get(lane as usize).and_then(|lane| lane[side(direction)]);
                 if let (Some(op), true) = (waiting, ready || broken) {
                     self.attempt(lane, direction, op);
                 }
@@ -124,7 +141,10 @@ impl Driver for Epoll {
         }
         // SAFETY: the lane owns the socket and removes it here before it closes it.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-        let flags = epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
+        let flags = epoll::EventFlags::IN
+            | epoll::EventFlags::OUT
+            | epoll::EventFlags::RDHUP
+            | epoll::EventFlags::ET;
         epoll::add(&self.epoll, fd, epoll::EventData::new_u64(lane.into()), flags)
     }
 
@@ -139,7 +159,14 @@ impl Driver for Epoll {
         false
     }
 
-    unsafe fn start(&mut self, lane: u32, fd: RawFd, direction: Direction, _ticket: u32, message: *mut libc::msghdr) {
+    unsafe fn start(
+        &mut self,
+        lane: u32,
+        fd: RawFd,
+        direction: Direction,
+        _ticket: u32,
+        message: *mut libc::msghdr,
+    ) {
         self.attempt(lane, direction, Waiting { fd, message });
     }
 

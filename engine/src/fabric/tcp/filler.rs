@@ -11,7 +11,8 @@ use crate::memory::PAGE_BYTES_MAX;
 use crate::wire::frame::FRAME_BYTES;
 
 /// Longest strip that can have to be replaced: a run never leaves its frame.
-pub(super) const FILLER_BYTES: u64 = if PAGE_BYTES_MAX > FRAME_BYTES { PAGE_BYTES_MAX } else { FRAME_BYTES };
+pub(super) const FILLER_BYTES: u64 =
+    if PAGE_BYTES_MAX > FRAME_BYTES { PAGE_BYTES_MAX } else { FRAME_BYTES };
 /// Bytes drained at once into scratch.
 pub(super) const SCRATCH_BYTES: usize = 256 << 10;
 
@@ -22,7 +23,12 @@ pub(super) fn zeros() -> Option<u64> {
     *ZEROS.get_or_init(|| {
         // SAFETY: a fresh private mapping at an address of the kernel's choosing overlaps nothing.
         let map = unsafe {
-            mmap_anonymous(std::ptr::null_mut(), FILLER_BYTES as usize, ProtFlags::READ, MapFlags::PRIVATE | MapFlags::NORESERVE)
+            mmap_anonymous(
+                std::ptr::null_mut(),
+                FILLER_BYTES as usize,
+                ProtFlags::READ,
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )
         };
         map.ok().map(|addr| addr as u64)
     })

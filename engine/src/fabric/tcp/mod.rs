@@ -9,6 +9,8 @@ pub(crate) mod epoll;
 mod filler;
 mod receive;
 mod strips;
+#[cfg(test)]
+mod tests;
 mod transmit;
 #[cfg(feature = "io-uring")]
 pub(crate) mod uring;
@@ -106,12 +108,12 @@ impl<D: Driver> TcpFabric<D> {
             return;
         }
         lane.closing = Some(cause.to_owned());
-        if lane.transmit.holds_pages() {
-            // A peer that does not acknowledge would hold zero-copy pages for minutes: reset instead.
-            let reset = Some(Duration::ZERO);
-            let _ = rustix::net::sockopt::set_socket_linger(&lane.stream, reset);
-        }
         let _ = lane.stream.shutdown(Shutdown::Both);
+        if lane.transmit.holds_pages() {
+            // A peer that does not acknowledge would hold zero-copy pages for minutes: disconnecting
+            // sends a reset and empties the socket's queue.
+            let _ = rustix::net::connect_unspec(&lane.stream);
+        }
         if lane.receive.in_flight {
             self.driver.cancel(index, Direction::Receive, 0);
         }
@@ -122,13 +124,17 @@ impl<D: Driver> TcpFabric<D> {
     }
 
     fn handle(&mut self, done: Done, gate: &mut impl Gate, events: &mut Vec<Event>) {
-        let Some(lane) = self.lanes.get_mut(done.lane as usize).and_then(Option::as_mut) else { return };
+        let Some(lane) = self.lanes.get_mut(done.lane as usize).and_then(Option::as_mut) else {
+            return;
+        };
         let mut fault = None;
         match (done.direction, done.outcome) {
             (Direction::Receive, outcome) => {
                 lane.receive.in_flight = false;
                 match outcome {
-                    Outcome::Moved { bytes: 0, .. } => fault = Some("closed by the peer".to_owned()),
+                    Outcome::Moved { bytes: 0, .. } => {
+                        fault = Some("closed by the peer".to_owned())
+                    }
                     Outcome::Moved { bytes, .. } => {
                         fault = receive(lane, bytes, gate, events).err();
                     }
@@ -210,7 +216,12 @@ impl<D: Driver> TcpFabric<D> {
 }
 
 /// Handles received bytes; an error is the reason to close the lane.
-fn receive(lane: &mut Lane, mut bytes: usize, gate: &mut impl Gate, events: &mut Vec<Event>) -> Result<(), String> {
+fn receive(
+    lane: &mut Lane,
+    mut bytes: usize,
+    gate: &mut impl Gate,
+    events: &mut Vec<Event>,
+) -> Result<(), String> {
     while let Some(arrived) = lane.receive.advance(&mut bytes).map_err(|error| error.to_string())? {
         match arrived {
             Arrived::Header(frame) => lane.receive.begin(frame, gate.admit(lane.peer, &frame)),
@@ -219,7 +230,8 @@ fn receive(lane: &mut Lane, mut bytes: usize, gate: &mut impl Gate, events: &mut
                 lane.transmit.answer(frame.seq, None);
             }
             Arrived::Drained(frame, reason) => {
-                let reject = Frame::Reject { seq: frame.seq, slot: frame.slot, epoch: frame.epoch, reason };
+                let reject =
+                    Frame::Reject { seq: frame.seq, slot: frame.slot, epoch: frame.epoch, reason };
                 lane.transmit.answer(frame.seq, Some(reject));
             }
             Arrived::Answer(Frame::Ack { seq }) => lane
@@ -228,7 +240,8 @@ fn receive(lane: &mut Lane, mut bytes: usize, gate: &mut impl Gate, events: &mut
                 .acknowledge(seq, |(tag, landed)| events.push(Event::Acked { tag, landed }))
                 .map_err(|error| error.to_string())?,
             Arrived::Answer(Frame::Reject { seq, reason, .. }) => {
-                let &(tag, _) = lane.transmit.ledger.reject(seq).map_err(|error| error.to_string())?;
+                let &(tag, _) =
+                    lane.transmit.ledger.reject(seq).map_err(|error| error.to_string())?;
                 events.push(Event::Rejected { tag, lane: lane.number, reason });
             }
             Arrived::Answer(Frame::Data(_)) => {}
@@ -270,7 +283,11 @@ impl<D: Driver> Fabric for TcpFabric<D> {
         };
         let number = lane.number;
         let index = index as u32;
-        let prepared = if filler::zeros().is_some() { self.driver.add(index, lane.fd()) } else { Err(Errno::NOMEM) };
+        let prepared = if filler::zeros().is_some() {
+            self.driver.add(index, lane.fd())
+        } else {
+            Err(Errno::NOMEM)
+        };
         if let Err(errno) = prepared {
             let cause = std::io::Error::from(errno).to_string();
             self.early.push(Event::LaneDown { peer, lane: number, cause });
@@ -296,7 +313,9 @@ impl<D: Driver> Fabric for TcpFabric<D> {
     }
 
     fn post(&mut self, peer: PeerIndex, posting: Posting) {
-        let open = self.lanes_of(peer).filter(|(_, lane)| lane.closing.is_none() && lane.transmit.has_room());
+        let open = self
+            .lanes_of(peer)
+            .filter(|(_, lane)| lane.closing.is_none() && lane.transmit.has_room());
         let Some((index, _)) = open.min_by_key(|(_, lane)| lane.transmit.backlog()) else {
             debug_assert!(false, "posted to a peer without room");
             return;

@@ -4,7 +4,7 @@
 //! behind it. Not waiting for all of it keeps the kernel's buffer draining; the next operation goes
 //! on where this one ended.
 
-use super::driver::{OpMemory, OpMemoryBox, STRIPS_PER_OP};
+use super::driver::{OpMemoryBox, STRIPS_PER_OP};
 use super::filler::SCRATCH_BYTES;
 use super::strips::{Queued, StripQueue};
 use crate::ids::Epoch;
@@ -13,7 +13,8 @@ use crate::plan::Strips;
 use crate::wire::frame::{DataFrame, FRAME_BYTES, Frame, FrameError, HEADER_BYTES, RejectReason};
 
 /// Longest payload a frame may announce; a longer one is a lane out of step or a hostile peer.
-const PAYLOAD_BYTES_MAX: u64 = if PAGE_BYTES_MAX > FRAME_BYTES { PAGE_BYTES_MAX } else { FRAME_BYTES };
+const PAYLOAD_BYTES_MAX: u64 =
+    if PAGE_BYTES_MAX > FRAME_BYTES { PAGE_BYTES_MAX } else { FRAME_BYTES };
 
 #[derive(Debug)]
 pub(super) struct Receive {
@@ -70,7 +71,7 @@ pub(super) enum StreamError {
 impl Receive {
     pub(super) fn new() -> Self {
         Self {
-            memory: OpMemory::new(),
+            memory: OpMemoryBox::new(),
             strips: StripQueue::new(),
             frame: None,
             header_bytes: 0,
@@ -82,9 +83,13 @@ impl Receive {
     /// The next operation; there is always one.
     pub(super) fn next(&mut self, scratch: u64) -> *mut libc::msghdr {
         self.plan(scratch);
-        let header = self.frame.as_ref().is_none_or(|incoming| incoming.unplanned == 0) && !self.strips.is_full();
+        let header = self.frame.as_ref().is_none_or(|incoming| incoming.unplanned == 0)
+            && !self.strips.is_full();
         let header = header.then(|| {
-            (self.memory.header_addr(0) + self.header_bytes as u64, HEADER_BYTES - self.header_bytes)
+            (
+                self.memory.header_addr(0) + self.header_bytes as u64,
+                HEADER_BYTES - self.header_bytes,
+            )
         });
         self.in_flight = true;
         self.memory.fill(self.strips.iter().map(|strip| (strip.addr, strip.bytes)).chain(header))
@@ -99,7 +104,9 @@ impl Receive {
                     Some(strip) => (strip.addr, strip.bytes),
                     None => break,
                 },
-                Target::Leaving | Target::Scratch(_) => (scratch, incoming.unplanned.min(SCRATCH_BYTES as u64)),
+                Target::Leaving | Target::Scratch(_) => {
+                    (scratch, incoming.unplanned.min(SCRATCH_BYTES as u64))
+                }
             };
             incoming.unplanned -= bytes;
             self.strips.push(Queued { addr, bytes: bytes as usize, owner: None, header: false });

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use super::driver::{Direction, HEADERS_PER_LANE, OpMemory, OpMemoryBox};
+use super::driver::{Direction, HEADERS_PER_LANE, OpMemoryBox};
 use super::filler::FILLER_BYTES;
 use super::strips::{Queued, StripQueue};
 use crate::fabric::{Posting, RoomTag};
@@ -71,6 +71,10 @@ struct InFlight {
 }
 
 #[derive(Debug)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "one a lane, moved once a frame; a box would be an allocation"
+)]
 enum Filling {
     Pages { tag: RoomTag, runs: Runs },
     Zeros { bytes: u64 },
@@ -96,7 +100,7 @@ pub(super) struct Operation {
 impl Transmit {
     pub(super) fn new(zero_copy: bool) -> Self {
         Self {
-            memory: OpMemory::new(),
+            memory: OpMemoryBox::new(),
             strips: StripQueue::new(),
             waiting: VecDeque::with_capacity(WAITING_FRAMES),
             waiting_bytes: 0,
@@ -157,7 +161,12 @@ impl Transmit {
             owners.extend(self.strips.iter().filter_map(|strip| strip.owner));
             owners.dedup();
             let first_header = self.headers - self.strips.headers() as u64;
-            self.zero_copy_sends.push_back(ZeroCopySend { ticket, owners, first_header, notified: false });
+            self.zero_copy_sends.push_back(ZeroCopySend {
+                ticket,
+                owners,
+                first_header,
+                notified: false,
+            });
         }
         let message = self.memory.fill(self.strips.iter().map(|strip| (strip.addr, strip.bytes)));
         self.in_flight = Some(InFlight { direction, ticket, cancelling: false });
@@ -178,7 +187,8 @@ impl Transmit {
     /// Whether every header slot is held by strips not sent, or by zero-copy sends under way.
     fn headers_are_held(&self) -> bool {
         let unsent = self.headers - self.strips.headers() as u64;
-        let oldest = self.zero_copy_sends.front().map_or(unsent, |send| send.first_header.min(unsent));
+        let oldest =
+            self.zero_copy_sends.front().map_or(unsent, |send| send.first_header.min(unsent));
         self.headers - oldest >= HEADERS_PER_LANE as u64
     }
 
@@ -198,7 +208,12 @@ impl Transmit {
                     let part = (*bytes).min(FILLER_BYTES);
                     *bytes -= part;
                     let addr = super::filler::zeros().unwrap_or_default();
-                    self.strips.push(Queued { addr, bytes: part as usize, owner: None, header: false });
+                    self.strips.push(Queued {
+                        addr,
+                        bytes: part as usize,
+                        owner: None,
+                        header: false,
+                    });
                 }
                 None => {
                     if self.headers_are_held() {
@@ -214,8 +229,13 @@ impl Transmit {
                         self.waiting_bytes -= u64::from(posting.frame.payload_bytes);
                         let mut frame = posting.frame;
                         frame.seq = self.ledger.post((posting.tag, posting.landed()));
-                        self.push_header(Frame::Data(frame), Some(posting.tag), frame.payload_bytes.into());
-                        self.filling = Some(Filling::Pages { tag: posting.tag, runs: posting.runs });
+                        self.push_header(
+                            Frame::Data(frame),
+                            Some(posting.tag),
+                            frame.payload_bytes.into(),
+                        );
+                        self.filling =
+                            Some(Filling::Pages { tag: posting.tag, runs: posting.runs });
                     } else {
                         return;
                     }
@@ -304,7 +324,10 @@ impl Transmit {
     /// Replaces what is left of a room's frames by filler. Its peer counts that as arrived; the room
     /// has failed, and was not said to be finished, so nobody will call it done.
     fn disown(&mut self, tag: RoomTag) {
-        self.leaving.iter_mut().filter(|(owner, _)| *owner == Some(tag)).for_each(|(owner, _)| *owner = None);
+        self.leaving
+            .iter_mut()
+            .filter(|(owner, _)| *owner == Some(tag))
+            .for_each(|(owner, _)| *owner = None);
         self.strips.disown(tag, super::filler::zeros().unwrap_or_default());
         if let Some(Filling::Pages { tag: filling, runs }) = &mut self.filling
             && *filling == tag
@@ -330,6 +353,9 @@ impl Transmit {
     pub(super) fn abandon(&mut self) -> impl Iterator<Item = RoomTag> {
         self.strips.clear();
         self.filling = None;
-        self.ledger.drain().map(|(tag, _)| tag).chain(self.waiting.drain(..).map(|posting| posting.tag))
+        self.ledger
+            .drain()
+            .map(|(tag, _)| tag)
+            .chain(self.waiting.drain(..).map(|posting| posting.tag))
     }
 }

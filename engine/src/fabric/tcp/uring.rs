@@ -54,10 +54,13 @@ impl Uring {
     pub(crate) fn new(wakeup: Arc<Wakeup>) -> Result<(Self, UringFeatures), String> {
         let (ring, defer_taskrun) = open_ring()?;
         if !ring.params().is_feature_ext_arg() || !ring.params().is_feature_nodrop() {
-            return Err("the kernel's io_uring has no timed waits; Linux 5.11 or later is needed".to_owned());
+            return Err("the kernel's io_uring has no timed waits; Linux 5.11 or later is needed"
+                .to_owned());
         }
         let mut probe = Probe::new();
-        ring.submitter().register_probe(&mut probe).map_err(|error| format!("io_uring probe failed: {error}"))?;
+        ring.submitter()
+            .register_probe(&mut probe)
+            .map_err(|error| format!("io_uring probe failed: {error}"))?;
         for (code, name) in [
             (opcode::RecvMsg::CODE, "RECVMSG"),
             (opcode::SendMsg::CODE, "SENDMSG"),
@@ -75,9 +78,12 @@ impl Uring {
     }
 
     fn arm_wakeup(&mut self) {
-        let poll = opcode::PollAdd::new(types::Fd(rustix::fd::AsFd::as_fd(&*self.wakeup).as_raw_fd()), libc::POLLIN as u32)
-            .build()
-            .user_data(KEY_WAKEUP);
+        let poll = opcode::PollAdd::new(
+            types::Fd(rustix::fd::AsFd::as_fd(&*self.wakeup).as_raw_fd()),
+            libc::POLLIN as u32,
+        )
+        .build()
+        .user_data(KEY_WAKEUP);
         // SAFETY: the poll names no memory, and the event fd lives as long as this driver.
         unsafe { self.push(&poll) };
     }
@@ -106,8 +112,12 @@ fn open_ring() -> Result<(IoUring, bool), String> {
     if let Ok(ring) = deferred {
         return Ok((ring, true));
     }
-    IoUring::builder().setup_clamp().setup_cqsize(COMPLETION_ENTRIES).build(RING_ENTRIES).map(|ring| (ring, false)).map_err(
-        |error| {
+    IoUring::builder()
+        .setup_clamp()
+        .setup_cqsize(COMPLETION_ENTRIES)
+        .build(RING_ENTRIES)
+        .map(|ring| (ring, false))
+        .map_err(|error| {
             let hint = match error.raw_os_error() {
                 Some(libc::EPERM | libc::EACCES) => {
                     " (refused: see kernel.io_uring_disabled and the container's seccomp profile)"
@@ -117,8 +127,7 @@ fn open_ring() -> Result<(IoUring, bool), String> {
                 _ => "",
             };
             format!("io_uring_setup: {error}{hint}")
-        },
-    )
+        })
 }
 
 const fn key(lane: u32, ticket: u32, direction: Direction) -> u64 {
@@ -143,7 +152,14 @@ impl Driver for Uring {
         self.zero_copy
     }
 
-    unsafe fn start(&mut self, lane: u32, fd: RawFd, direction: Direction, ticket: u32, message: *mut libc::msghdr) {
+    unsafe fn start(
+        &mut self,
+        lane: u32,
+        fd: RawFd,
+        direction: Direction,
+        ticket: u32,
+        message: *mut libc::msghdr,
+    ) {
         let fd = types::Fd(fd);
         let no_signal = libc::MSG_NOSIGNAL as u32;
         let entry = match direction {
@@ -158,7 +174,8 @@ impl Driver for Uring {
     }
 
     fn cancel(&mut self, lane: u32, direction: Direction, ticket: u32) {
-        let entry = opcode::AsyncCancel::new(key(lane, ticket, direction)).build().user_data(KEY_CANCEL);
+        let entry =
+            opcode::AsyncCancel::new(key(lane, ticket, direction)).build().user_data(KEY_CANCEL);
         // SAFETY: a cancellation names no memory.
         unsafe { self.push(&entry) };
     }

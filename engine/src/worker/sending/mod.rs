@@ -1,0 +1,261 @@
+//! The worker's sending rooms: matched to grants, cut into frames, ended.
+
+mod grants;
+mod verdict;
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use bytes::Bytes;
+
+use super::Worker;
+use super::slots::Slots;
+use super::submit::Chunk;
+use crate::fabric::{Fabric, PeerIndex, Posting, RoomTag};
+use crate::failure::{Failure, FailureKind, Landed};
+use crate::ids::{Epoch, Incarnation, Micros, RoomId};
+use crate::plan::{Pieces, Runs, Strips};
+use crate::room::cell::RoomCell;
+use crate::room::sender::{Sender, SenderEvent};
+use crate::wire::frame::{DataFrame, FRAME_BYTES};
+use crate::wire::message::Grant;
+
+/// A sending room in the worker.
+#[derive(Debug)]
+pub(in crate::worker) struct SendRoom {
+    pub(in crate::worker) cell: Arc<RoomCell>,
+    pub(in crate::worker) core: Sender,
+    /// The peer it was opened for.
+    wanted: Option<Incarnation>,
+    pub(in crate::worker) bound: Option<Granted>,
+    chunks: VecDeque<Chunk>,
+    /// First piece of the front chunk that is not posted.
+    next_piece: u32,
+    aux: Bytes,
+    /// Whether it stands in its peer's ready queue.
+    ready: bool,
+    /// A fault seen on a lane, to be believed at this time unless it is explained before.
+    suspicion: Option<(Micros, Failure)>,
+    /// The fault that asked for the verdict.
+    asked: Option<Failure>,
+}
+
+/// The grant a sending room is matched to.
+#[derive(Debug)]
+pub(in crate::worker) struct Granted {
+    pub(in crate::worker) peer: PeerIndex,
+    pub(in crate::worker) epoch: Epoch,
+    /// The receiver's slot.
+    slot: u32,
+    /// Session in which the grant was last said.
+    session: u64,
+    /// Granted pages, by our pools.
+    pools: Vec<Option<Arc<[u32]>>>,
+}
+
+/// All sending rooms of a worker.
+#[derive(Debug)]
+pub(in crate::worker) struct Sending {
+    pub(in crate::worker) rooms: Slots<SendRoom>,
+    /// Opened rooms that wait for a grant.
+    waiting: HashMap<RoomId, Vec<u32>>,
+    /// Grants that wait for a room.
+    grants: HashMap<RoomId, Vec<WaitingGrant>>,
+    grants_waiting: usize,
+    grants_max: usize,
+    by_epoch: HashMap<(PeerIndex, Epoch), u32>,
+}
+
+#[derive(Debug)]
+struct WaitingGrant {
+    peer: PeerIndex,
+    session: u64,
+    until: Micros,
+    grant: Grant,
+}
+
+impl Sending {
+    pub(in crate::worker) fn new(max_rooms: usize) -> Self {
+        Self {
+            rooms: Slots::new(max_rooms),
+            waiting: HashMap::new(),
+            grants: HashMap::new(),
+            grants_waiting: 0,
+            grants_max: max_rooms,
+            by_epoch: HashMap::new(),
+        }
+    }
+
+    /// A room waits for a grant no longer.
+    fn stop_waiting(&mut self, room: RoomId, slot: u32) {
+        if let Some(waiting) = self.waiting.get_mut(&room) {
+            waiting.retain(|&other| other != slot);
+            if waiting.is_empty() {
+                self.waiting.remove(&room);
+            }
+        }
+    }
+
+    /// Forgets grants of a peer, or those whose time is over.
+    fn forget_grants(&mut self, expired: impl Fn(&WaitingGrant) -> bool) {
+        self.grants.retain(|_, grants| {
+            grants.retain(|grant| !expired(grant));
+            !grants.is_empty()
+        });
+        self.grants_waiting = self.grants.values().map(Vec::len).sum();
+    }
+}
+
+impl<F: Fabric> Worker<F> {
+    pub(in crate::worker) fn write(&mut self, now: Micros, cell: &RoomCell, chunk: Chunk) {
+        let slot = cell.slot.load(Ordering::Relaxed);
+        let Some(room) =
+            self.sending.rooms.get_mut(slot).filter(|room| std::ptr::eq(&*room.cell, cell))
+        else {
+            return;
+        };
+        let Some(bound) = &room.bound else { return };
+        let (peer, pool) = (bound.peer, chunk.pool);
+        let Some(known) = self.peers.get(peer) else { return };
+        let pairing = &known.pools[pool.index()].pairing;
+        let layers = u64::from(chunk.layers.end - chunk.layers.start);
+        let page_writes = layers * u64::from(pairing.planes) * chunk.src.len() as u64;
+        let landed = Landed { page_writes, bytes: page_writes * pairing.piece_bytes() };
+        if !room.core.is_live() {
+            return;
+        }
+        room.cell.mark_first(now.0);
+        room.chunks.push_back(chunk);
+        self.step_sender(now, slot, SenderEvent::Queued(landed), Vec::new());
+        self.make_ready(slot);
+    }
+
+    pub(in crate::worker) fn finish(&mut self, now: Micros, cell: &RoomCell, aux: Bytes) {
+        let slot = cell.slot.load(Ordering::Relaxed);
+        if let Some(room) =
+            self.sending.rooms.get_mut(slot).filter(|room| std::ptr::eq(&*room.cell, cell))
+        {
+            room.cell.mark_first(now.0);
+            room.aux = aux;
+            self.step_sender(now, slot, SenderEvent::FinishAsked, Vec::new());
+        }
+    }
+
+    fn make_ready(&mut self, slot: u32) {
+        let Some(room) = self.sending.rooms.get_mut(slot) else { return };
+        let Some(bound) = &room.bound else { return };
+        if room.ready || room.chunks.is_empty() || room.suspicion.is_some() || !room.core.may_post()
+        {
+            return;
+        }
+        if let Some(peer) = self.peers.get_mut(bound.peer) {
+            room.ready = true;
+            peer.ready.push_back(slot);
+            if !self.posting.contains(&bound.peer) {
+                self.posting.push(bound.peer);
+            }
+        }
+    }
+
+    /// Posts frames to every peer that has room for them, one frame a room in turn.
+    pub(in crate::worker) fn post_all(&mut self, now: Micros) -> bool {
+        let mut posted = false;
+        let mut at = 0;
+        while at < self.posting.len() {
+            let peer = self.posting[at];
+            while self.fabric.has_room(peer) {
+                let Some(slot) = self.peers.get_mut(peer).and_then(|peer| peer.ready.pop_front())
+                else {
+                    break;
+                };
+                posted |= self.post_one(now, peer, slot);
+            }
+            if self.peers.get(peer).is_some_and(|peer| !peer.ready.is_empty()) {
+                at += 1;
+            } else {
+                self.posting.swap_remove(at);
+            }
+        }
+        posted
+    }
+
+    fn post_one(&mut self, now: Micros, peer: PeerIndex, slot: u32) -> bool {
+        let generation = self.sending.rooms.generation(slot);
+        let Some(room) = self.sending.rooms.get_mut(slot) else { return false };
+        room.ready = false;
+        if !room.core.may_post() || room.suspicion.is_some() {
+            return false;
+        }
+        let (Some(chunk), Some(bound), Some(known)) =
+            (room.chunks.front(), &room.bound, self.peers.get(peer))
+        else {
+            return false;
+        };
+        let pool = chunk.pool.index();
+        let (Some(map), Some(theirs), Some(granted)) =
+            (&self.pools[pool], known.pools.get(pool), &bound.pools[pool])
+        else {
+            return false;
+        };
+        let pairing = &theirs.pairing;
+        let (layers, count) = (chunk.layers.end - chunk.layers.start, chunk.src.len() as u32);
+        let total = layers * pairing.planes * count;
+        let piece_bytes = pairing.piece_bytes();
+        let fit = u32::try_from(FRAME_BYTES / piece_bytes).unwrap_or(u32::MAX).max(1);
+        let first = room.next_piece;
+        let pieces = fit.min(total - first);
+        let range = |layer| Pieces { layer, planes: pairing.planes, count, first, len: pieces };
+        let src = Strips::new(
+            Arc::clone(map),
+            Arc::clone(&chunk.src),
+            0,
+            pairing.local,
+            range(chunk.layers.start - pairing.first_layer),
+        );
+        let dst = Strips::new(
+            Arc::clone(&theirs.map),
+            Arc::clone(granted),
+            chunk.at as usize,
+            pairing.remote,
+            range(chunk.layers.start - pairing.layers.start),
+        );
+        let runs = match Runs::new(src, dst) {
+            Ok(runs) => runs,
+            Err(error) => {
+                self.step_sender(
+                    now,
+                    slot,
+                    SenderEvent::Fault(FailureKind::OutsideGrant),
+                    vec![error.to_string()],
+                );
+                return false;
+            }
+        };
+        let frame = DataFrame {
+            seq: 0,
+            slot: bound.slot,
+            epoch: bound.epoch,
+            pool: pairing.remote_pool,
+            layer: chunk.layers.start as u16,
+            layers: layers as u16,
+            at: chunk.at,
+            count,
+            first,
+            pieces,
+            payload_bytes: (u64::from(pieces) * piece_bytes) as u32,
+        };
+        room.next_piece += pieces;
+        if room.next_piece == total {
+            room.next_piece = 0;
+            room.chunks.pop_front();
+            room.cell.chunk_posted();
+        }
+        self.stats.frames_posted += 1;
+        let tag = RoomTag { slot, generation };
+        self.fabric.post(peer, Posting { tag, frame, runs });
+        self.step_sender(now, slot, SenderEvent::Posted { page_writes: pieces.into() }, Vec::new());
+        self.make_ready(slot);
+        true
+    }
+}

@@ -1,0 +1,145 @@
+//! The driver: starts the processes, feeds prompts to both sides, checks what they say against a
+//! reference computed here, and shows faults with real signals.
+//!
+//! ```text
+//! plan: which rooms, which prompts ─▶ stage: children, lines in and out ─▶ check: the reference
+//!                                          ▲                                  │
+//!                  fault: signals, and what was promised of them     show: table, text, JSON
+//! ```
+
+mod check;
+mod child;
+mod fault;
+mod plan;
+mod show;
+mod stage;
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::Result;
+use clap::{Parser, ValueEnum};
+
+use crate::node::{Io, ModelArgs};
+use check::Checker;
+use plan::Planner;
+use stage::Stage;
+
+/// What to let go wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Fault {
+    /// A decode process is killed (SIGKILL): its rooms fail within a second, the others finish.
+    KillDecode,
+    /// A decode process is stopped (SIGSTOP): its rooms fail after the silence allowed, the others
+    /// finish; continued, it learns of it.
+    StopDecode,
+    /// As kill-decode; then a new decode process is served the same room ids by the same prefill.
+    RestartDecode,
+    /// The decode side gives one room up under way: it alone fails, with the same words on both
+    /// sides.
+    BadRoom,
+}
+
+/// Flags of `pd-pair`.
+#[derive(Clone, Debug, Parser)]
+#[command(
+    version,
+    about = "Starts a prefill and a decode process, feeds both the same prompts, and checks that every \
+             token equals what one process alone generates. Exits non-zero if anything is wrong."
+)]
+pub struct PairArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Rooms to run. From 6 on, three of them reuse a room id, a cached prefix, a whole cached prompt.
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..=4096))]
+    rooms: u64,
+    /// A file of prompts, one a line: a room each, instead of the built-in ones.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["rooms", "fault"])]
+    prompts: Option<PathBuf>,
+    /// Most tokens to generate for each prompt.
+    #[arg(long, default_value_t = 24, value_parser = clap::value_parser!(u32).range(1..))]
+    max_new: u32,
+    /// What to let go wrong; exits zero if it ended as promised.
+    #[arg(long, value_enum)]
+    fault: Option<Fault>,
+    /// Print lines of JSON instead of the table: one a room from each side, and a summary.
+    #[arg(long)]
+    json: bool,
+    /// How lanes are driven.
+    #[arg(long, value_enum, default_value_t = Io::Auto)]
+    io: Io,
+    /// Data connections between the two.
+    #[arg(long, default_value_t = 2)]
+    lanes: u16,
+    /// File with a secret for the children; at least 16 bytes.
+    #[arg(long)]
+    secret_file: Option<PathBuf>,
+    /// Serve metrics to Prometheus: prefill here, decode processes on the ports after it. With port 0
+    /// all take free ones.
+    #[arg(long)]
+    metrics_addr: Option<SocketAddr>,
+    /// Silence after which a peer counts as lost, in milliseconds; 1000 with a fault, else 3000.
+    #[arg(long)]
+    peer_silent_ms: Option<u64>,
+    /// Pause between the chunks of a prompt, in milliseconds; 100 with a fault, else 0.
+    #[arg(long)]
+    pace_ms: Option<u64>,
+    /// Longest wait for the rooms of a step, in seconds. The engines' own deadlines are shorter.
+    #[arg(long, default_value_t = 150)]
+    timeout_s: u64,
+}
+
+impl PairArgs {
+    /// Silence allowed, in milliseconds. Short with a fault: it is waited for.
+    fn peer_silent_ms(&self) -> u64 {
+        self.peer_silent_ms.unwrap_or(if self.fault.is_some() { 1000 } else { 3000 })
+    }
+
+    /// Pause between chunks. With a fault long enough that it finds rooms in their middle.
+    fn pace_ms(&self) -> u64 {
+        self.pace_ms.unwrap_or(if self.fault.is_some() { 100 } else { 0 })
+    }
+
+    const fn patience(&self) -> Duration {
+        Duration::from_secs(self.timeout_s)
+    }
+}
+
+/// Runs the pair.
+///
+/// # Errors
+/// Anything that did not go as promised.
+pub fn run(args: &PairArgs) -> Result<()> {
+    let model = args.model.load()?;
+    let planner = Planner::new(args, &model)?;
+    let (stage, claims) = match args.fault {
+        None => (plain(args, &planner)?, Vec::new()),
+        Some(fault) => fault::run(fault, args, &planner)?,
+    };
+    // The children have ended: their cores are free for the reference.
+    let (runs, readys) = stage.finish()?;
+    show::progress("computing the same prompts in this process alone");
+    let checked = Checker::new(&model, args).check(&runs)?;
+    if args.json {
+        show::json(&runs, &checked, args.fault)?;
+    } else {
+        show::table(&runs, &checked, &readys);
+        show::texts(&runs, &model);
+        show::failures(&runs);
+        claims.iter().for_each(|claim| println!("as promised: {claim}"));
+    }
+    checked.verdict()
+}
+
+/// Every room done: those that depend on nothing first, then those that build on them.
+fn plain(args: &PairArgs, planner: &Planner) -> Result<Stage> {
+    let mut stage = Stage::start(args, 1)?;
+    for step in planner.steps() {
+        let rooms = step.into_iter().map(|plan| stage.feed(plan, 0)).collect::<Result<Vec<_>>>()?;
+        stage.until(args.patience(), "every room to be done, released and its text there", |stage| {
+            rooms.iter().all(|&run| stage.run(run).is_complete())
+        })?;
+    }
+    Ok(stage)
+}

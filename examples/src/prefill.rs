@@ -1,0 +1,246 @@
+//! The prefill side: computes prompts chunk by chunk, and sends each layer's pages as they come.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Parser;
+use kvferry::{
+    Chunk, Granted, OpenOptions, PoolId, RoomHandle, SendRoom, WriteError,
+};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+
+use crate::carried::{AuxRow, GrantNote};
+use crate::model::{self, KvSequence};
+use crate::node::{EngineArgs, Follow, ModelArgs, Node, serve};
+use crate::pages::{FreeList, Page};
+use crate::protocol::{Command, Event, RoomLine};
+
+/// How long to wait before a finish is tried again that found the engine's queue full.
+const RETRY: Duration = Duration::from_millis(1);
+
+/// Flags of `prefill`.
+#[derive(Clone, Debug, Parser)]
+#[command(version, about = "Computes prompts and sends their KV pages. Driven by lines of JSON on stdin.")]
+pub struct PrefillArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    engine: EngineArgs,
+    /// Pause between the chunks of a prompt, in milliseconds. For demonstrations: a fault then finds
+    /// rooms in the middle of their transfer.
+    #[arg(long, default_value_t = 0)]
+    pace_ms: u64,
+}
+
+/// Runs `prefill` until its stdin ends.
+///
+/// # Errors
+/// What keeps it from starting.
+pub fn run(args: &PrefillArgs) -> Result<()> {
+    let node = Node::start(&args.model, &args.engine, "prefill")?;
+    serve(Prefill {
+        node,
+        free: FreeList::ascending(args.model.pages),
+        pace: Duration::from_millis(args.pace_ms),
+        rooms: Mutex::default(),
+    })
+}
+
+#[derive(Debug)]
+struct Prefill {
+    node: Node,
+    free: FreeList,
+    pace: Duration,
+    /// Live rooms, to be aborted.
+    rooms: Mutex<HashMap<u64, Arc<SendRoom>>>,
+}
+
+/// The pages in which a layer of a chunk lies, as positions of the prompt's page list.
+#[derive(Debug)]
+struct Rows {
+    chunk: usize,
+    layer: u32,
+    pages: Range<usize>,
+}
+
+/// What a room's parts work on.
+#[derive(Debug)]
+struct Job {
+    room: Arc<SendRoom>,
+    tokens: Vec<u32>,
+    schedule: Vec<Range<usize>>,
+    pages: Vec<u32>,
+}
+
+impl Follow for Prefill {
+    fn node(&self) -> &Node {
+        &self.node
+    }
+
+    fn into_engine(self) -> kvferry::Engine {
+        self.node.engine
+    }
+
+    fn follow(self: &Arc<Self>, command: Command, rooms: &mut JoinSet<()>) -> Result<()> {
+        match command {
+            Command::Prefill { room, prompt } => {
+                let tokens = self.node.tokens(&prompt, 0)?;
+                let room = Arc::new(self.node.engine.open(room.into(), OpenOptions::default())?);
+                self.live().insert(room.id().0, Arc::clone(&room));
+                let this = Arc::clone(self);
+                rooms.spawn(async move { this.serve_room(room, tokens).await });
+            }
+            Command::Abort { room, reason } => match self.live().get(&room) {
+                Some(room) => room.abort(&reason),
+                None => bail!("there is no live room {room}"),
+            },
+            _ => bail!("not a command for prefill"),
+        }
+        Ok(())
+    }
+}
+
+impl Prefill {
+    fn live(&self) -> std::sync::MutexGuard<'_, HashMap<u64, Arc<SendRoom>>> {
+        self.rooms.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A room from its opening to its release.
+    async fn serve_room(&self, room: Arc<SendRoom>, tokens: Vec<u32>) {
+        let prompt_tokens = tokens.len();
+        let verdict = async {
+            // The report has the failure, too.
+            let _ = room.done().await;
+            self.live().remove(&room.id().0);
+            self.node.output.say(&Event::Room(RoomLine::new(&room.report(), prompt_tokens)));
+        };
+        let (pages, ()) = tokio::join!(self.send(&room, tokens), verdict);
+        room.released().await;
+        let epoch = room.report().epoch.map(|epoch| epoch.0);
+        self.node.output.say(&Event::Released { room: room.id().0, epoch });
+        // Only now may another room's rows be written to them.
+        drop(pages);
+    }
+
+    /// Computes and sends; returns the pages that the room's bytes are read from.
+    async fn send(&self, room: &Arc<SendRoom>, tokens: Vec<u32>) -> Vec<Page> {
+        let taken = tokio::select! {
+            taken = self.free.take(self.node.pages_for(tokens.len())) => taken,
+            _ = room.done() => return Vec::new(),
+        };
+        let pages = match taken {
+            Ok(pages) => pages,
+            Err(error) => {
+                room.abort(&format!("{error:#}"));
+                return Vec::new();
+            }
+        };
+        let (chunk_tokens, page_tokens) = (self.node.chunk_tokens, self.node.page_tokens);
+        let job = Arc::new(Job {
+            room: Arc::clone(room),
+            schedule: model::chunks(tokens.len(), chunk_tokens, 0, page_tokens),
+            tokens,
+            pages: pages.iter().map(Page::number).collect(),
+        });
+        // At most layers x chunks of a prompt wait in it.
+        let (computed, rows) = mpsc::unbounded_channel();
+        let (first, written) =
+            tokio::join!(self.compute(Arc::clone(&job), computed), self.write(&job, rows));
+        let ended = match (first, written) {
+            // The room's verdict tells why.
+            _ if room.state().is_terminal() => Ok(()),
+            (Ok(first), Ok(())) => self.finish(&job, first).await,
+            (_, Err(error)) | (Err(error), _) => Err(error),
+        };
+        if let Err(error) = ended {
+            room.abort(&format!("{error:#}"));
+        }
+        pages
+    }
+
+    /// Computes the prompt on the compute thread, announcing each layer of each chunk; returns the
+    /// first new token.
+    async fn compute(&self, job: Arc<Job>, computed: mpsc::UnboundedSender<Rows>) -> Result<u32> {
+        let (model, store) = (Arc::clone(&self.node.model), Arc::clone(&self.node.store));
+        let (page_tokens, pace) = (self.node.page_tokens, self.pace);
+        let compute = move || {
+            let mut seq = KvSequence::new(job.pages.iter().copied());
+            let last = job.schedule.len() - 1;
+            let mut on_layer = |chunk: usize, layer: usize| {
+                if chunk > 0 && layer == 0 {
+                    std::thread::sleep(pace);
+                }
+                // Nobody wants the rest of a room that has failed.
+                ensure!(!job.room.state().is_terminal(), "the room has ended");
+                let tokens = &job.schedule[chunk];
+                // Only the last chunk may end within a page.
+                let end = if chunk == last { job.pages.len() } else { tokens.end / page_tokens };
+                let pages = tokens.start / page_tokens..end;
+                let rows = Rows { chunk, layer: layer as u32, pages };
+                computed.send(rows).ok().context("its pages are not sent any more")
+            };
+            ensure!(!job.room.state().is_terminal(), "the room has ended");
+            let logits = model::prefill(
+                &model,
+                &job.tokens,
+                &job.schedule,
+                &mut seq,
+                &*store,
+                &mut on_layer,
+            )?;
+            model::argmax(&logits)
+        };
+        self.node.compute.run(compute).await?
+    }
+
+    /// Writes what has been computed and the decode side does not have, layer by layer.
+    async fn write(&self, job: &Job, mut rows: mpsc::UnboundedReceiver<Rows>) -> Result<()> {
+        let granted = job.room.granted().await?;
+        let cached_pages = self.cached_pages(&granted, job.pages.len())?;
+        let layers = self.node.model.config().layers;
+        while let Some(Rows { chunk, layer, pages }) = rows.recv().await {
+            let from = pages.start.max(cached_pages).min(pages.end);
+            let to = |page: usize| page.saturating_sub(cached_pages) as u32;
+            // Where all of it is cached this is a chunk of no pages.
+            let positions = to(from)..to(pages.end);
+            let write = Chunk::new(PoolId::FIRST, &job.pages[from..pages.end], positions);
+            job.room.write(write.layers(layer..layer + 1)).await?;
+            if layer as usize + 1 == layers {
+                let (room, of) = (job.room.id().0, job.schedule.len());
+                self.node.output.say(&Event::Chunk { room, chunk: chunk + 1, of });
+            }
+        }
+        Ok(())
+    }
+
+    /// Pages at the beginning of the prompt that the decode side has.
+    fn cached_pages(&self, granted: &Granted, pages: usize) -> Result<usize> {
+        let cached = GrantNote::from_bytes(&granted.note)?.cached_tokens as usize;
+        let positions = granted.pools.first().map_or(0, |pool| pool.positions as usize);
+        ensure!(
+            cached.is_multiple_of(self.node.page_tokens)
+                && cached / self.node.page_tokens + positions == pages,
+            "{positions} pages granted after {cached} cached tokens, the prompt has {pages} pages of \
+             {} tokens: give both sides the same prompt and flags",
+            self.node.page_tokens
+        );
+        Ok(cached / self.node.page_tokens)
+    }
+
+    /// All pages are handed in; the end carries the first token.
+    async fn finish(&self, job: &Job, first: u32) -> Result<()> {
+        let prompt_tokens = u32::try_from(job.tokens.len())?;
+        let aux = AuxRow { room: job.room.id().0, prompt_tokens, first }.to_bytes();
+        loop {
+            match job.room.finish(aux.clone()) {
+                Err(WriteError::Full) => tokio::time::sleep(RETRY).await,
+                Err(WriteError::Ended(_)) => return Ok(()),
+                done => return Ok(done?),
+            }
+        }
+    }
+}
