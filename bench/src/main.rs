@@ -2,6 +2,7 @@
 
 mod bench;
 mod cpu;
+mod doctor;
 mod peer;
 mod plain;
 mod shape;
@@ -20,6 +21,8 @@ struct Cli {
 enum Command {
     /// Rooms over loopback, the engine and plain writev/readv in turns, with their ratio.
     Bench(bench::Args),
+    /// What this host offers: io_uring, RDMA devices, GPUs; and how to mend what it lacks.
+    Doctor,
     /// The receiving process of a measurement; started by `bench`.
     #[command(hide = true)]
     Peer(peer::Args),
@@ -34,6 +37,7 @@ fn main() -> Result<()> {
         .init();
     match Cli::parse().command {
         Command::Bench(args) => bench::run(&args),
+        Command::Doctor => doctor::run(),
         Command::Peer(args) => peer::run(&args),
     }
 }

@@ -9,6 +9,10 @@ pub const LANES_MAX: u32 = 64;
 /// Bytes a secret must have: what a brute force of the handshake cannot reach.
 pub const SECRET_BYTES_MIN: usize = 16;
 
+/// Longest time any state of a room may last, in milliseconds: a day. Longer timeouts, a peer's
+/// included, are taken as this, so that no room can wait for ever.
+pub const ROOM_TIMEOUT_MS_MAX: u64 = 86_400_000;
+
 /// How lanes are read and written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 #[non_exhaustive]
@@ -212,8 +216,8 @@ impl EngineConfig {
         within("peer_silent_ms", self.peer_silent_ms, 50, 3_600_000, "50 to 3600000")?;
         within("reconnect_grace_ms", self.reconnect_grace_ms, 0, 600_000, "at most 600000")?;
         within("connect_timeout_ms", self.connect_timeout_ms, 1, 600_000, "1 to 600000")?;
-        within("grant_timeout_ms", self.grant_timeout_ms, 1, 86_400_000, "1 to a day")?;
-        within("room_timeout_ms", self.room_timeout_ms, 1, 86_400_000, "1 to a day")?;
+        within("grant_timeout_ms", self.grant_timeout_ms, 1, ROOM_TIMEOUT_MS_MAX, "1 to a day")?;
+        within("room_timeout_ms", self.room_timeout_ms, 1, ROOM_TIMEOUT_MS_MAX, "1 to a day")?;
         within(
             "max_rooms",
             u64::from(self.max_rooms),

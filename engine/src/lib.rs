@@ -58,7 +58,8 @@ pub use api::handle::{RoomHandle, RoomReport, min_state, poll_many};
 pub use api::recv::{GrantError, GrantSpec, Received, RecvRoom};
 pub use api::send::{Chunk, Granted, GrantedPages, OpenError, OpenOptions, SendRoom, WriteError};
 pub use config::{
-    ConfigError, EngineConfig, IoMode, LANES_MAX, SECRET_BYTES_MIN, Secret, ZeroCopy,
+    ConfigError, EngineConfig, IoMode, LANES_MAX, ROOM_TIMEOUT_MS_MAX, SECRET_BYTES_MIN, Secret,
+    ZeroCopy,
 };
 pub use control::{ConnectError, ConnectStage};
 pub use failure::{CAUSE_BYTES_MAX, CAUSES_MAX, Failure, FailureKind, Landed};

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::ids::RoomState;
 use crate::room::cell::RoomCell;
+use crate::wire::message::LaneIo;
 use crate::worker::stats::SharedStats;
 
 /// A room has ended: logged in its span, and counted.
@@ -43,8 +44,10 @@ pub(crate) fn room_ended(cell: &RoomCell) {
     }
 }
 
-/// Publishes the worker's counters through the `metrics` facade.
-pub(crate) fn publish(engine: &Arc<str>, stats: &SharedStats) {
+/// Publishes the worker's counters through the `metrics` facade, and how it drives its lanes.
+pub(crate) fn publish(engine: &Arc<str>, io: LaneIo, stats: &SharedStats) {
+    metrics::gauge!("kvferry_lane_io", "engine" => Arc::clone(engine), "io" => io.to_string())
+        .set(1.0);
     stats.read().each(|name, value| {
         metrics::counter!(name, "engine" => Arc::clone(engine)).absolute(value)
     });

@@ -12,8 +12,9 @@ use kvferry::{
 use tokio::task::JoinSet;
 
 use crate::carried::{AuxRow, GrantNote};
+use crate::flags::{EngineArgs, ModelArgs};
 use crate::model::{self, KvSequence};
-use crate::node::{EngineArgs, Follow, ModelArgs, Node, serve};
+use crate::node::{Follow, Node, serve};
 use crate::pages::{FreeList, Page};
 use crate::prefix::PrefixCache;
 use crate::protocol::{Command, Event, Prompt, RoomLine};
@@ -174,13 +175,14 @@ impl Decode {
         self.generate(id, &received, sequence).await
     }
 
-    /// Finds what is cached of a prompt, and pages for the rest and for what will be generated.
+    /// Pages for a prompt and for what will be generated: those that are cached of it, and fresh ones.
     async fn sequence(&self, tokens: Vec<u32>, max_new: usize) -> Result<Sequence> {
+        // All it could need at once: rooms that hold some pages and wait for more could wait for each
+        // other.
+        let mut fresh = self.free.take(self.node.pages_for(tokens.len() + max_new)).await?;
         let mut pages = self.prefixes().find(&tokens);
         let cached_pages = pages.len();
-        let needed = self.node.pages_for(tokens.len() + max_new);
-        let fresh = self.free.take(needed - cached_pages).await?;
-        pages.extend(fresh.into_iter().map(Arc::new));
+        pages.extend(fresh.drain(cached_pages..).map(Arc::new));
         Ok(Sequence { tokens, max_new, pages, cached_pages })
     }
 

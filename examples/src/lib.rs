@@ -12,14 +12,16 @@
 //! ```
 //!
 //! What the two sides' callers tell each other through a room is in [`carried`]; what both
-//! processes share (flags, the engine's start, the command loop) in [`node`].
+//! processes share in [`node`] (the engine's start, the command loop) and [`flags`].
 
 pub mod carried;
 pub mod compute;
 pub mod decode;
+pub mod flags;
 pub mod model;
 pub mod node;
 pub mod pages;
+pub mod pair;
 pub mod prefill;
 pub mod prefix;
 pub mod protocol;

@@ -1,20 +1,20 @@
-//! What `prefill` and `decode` have in common: flags, the engine's start, the command loop.
+//! What `prefill` and `decode` have in common: the engine's start and the command loop.
 
 use std::io::{BufRead, Read};
 use std::net::{SocketAddr, TcpListener};
-use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use clap::{Args, ValueEnum};
-use kvferry::{Engine, EngineConfig, IoMode, PeerInfo, Secret};
+use kvferry::{Engine, PeerInfo};
 use metrics_exporter_prometheus::PrometheusBuilder;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
 use crate::compute::Compute;
-use crate::model::{Model, ModelConfig};
+use crate::flags::{EngineArgs, ModelArgs};
+use crate::model::Model;
 use crate::protocol::{Command, Event, LINE_BYTES_MAX, Output, PeerLine, Prompt, Ready};
 use crate::store::PoolStore;
 
@@ -22,122 +22,6 @@ use crate::store::PoolStore;
 const COMMANDS: usize = 64;
 /// How long a process that was told to quit waits for its peers to hear of it.
 const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(2);
-
-/// How lanes are driven.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Io {
-    /// io_uring where the kernel allows it, epoll otherwise.
-    Auto,
-    /// io_uring, or the process does not start.
-    IoUring,
-    /// epoll.
-    Epoll,
-}
-
-impl From<Io> for IoMode {
-    fn from(io: Io) -> Self {
-        match io {
-            Io::Auto => Self::Auto,
-            Io::IoUring => Self::RequireIoUring,
-            Io::Epoll => Self::Epoll,
-        }
-    }
-}
-
-/// Flags that say which model is computed, and how; equal on both sides.
-#[derive(Clone, Debug, Args)]
-pub struct ModelArgs {
-    /// A GGUF file of architecture `llama`; without it a small model with made-up weights.
-    #[arg(long, value_name = "PATH.gguf")]
-    pub model: Option<PathBuf>,
-    /// Seed of the made-up weights, and of the decode side's order of pages.
-    #[arg(long, default_value_t = 7)]
-    pub seed: u64,
-    /// Pages in each layer's K and V.
-    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(4..))]
-    pub pages: u32,
-    /// Tokens of a page.
-    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
-    pub page_tokens: u32,
-    /// Tokens of a chunk of the prompt; whole pages.
-    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
-    pub chunk_tokens: u32,
-}
-
-impl ModelArgs {
-    /// Loads or makes the model.
-    ///
-    /// # Errors
-    /// A file that is no such model; a chunk that is not whole pages.
-    pub fn load(&self) -> Result<Model> {
-        ensure!(
-            self.chunk_tokens.is_multiple_of(self.page_tokens),
-            "--chunk-tokens {} is not a multiple of --page-tokens {}",
-            self.chunk_tokens,
-            self.page_tokens
-        );
-        match &self.model {
-            Some(path) => {
-                Model::load_gguf(path).with_context(|| format!("the model {}", path.display()))
-            }
-            None => Model::seeded(ModelConfig::tiny(), self.seed),
-        }
-    }
-}
-
-/// Flags of the engine.
-#[derive(Clone, Debug, Args)]
-pub struct EngineArgs {
-    /// Address to accept peers on; port 0 takes a free one.
-    #[arg(long)]
-    pub listen: Option<SocketAddr>,
-    /// Address of a peer to connect to.
-    #[arg(long)]
-    pub connect: Option<SocketAddr>,
-    /// File with the secret that all engines share; at least 16 bytes.
-    #[arg(long)]
-    pub secret_file: Option<PathBuf>,
-    /// Listen on an address others can reach without a secret.
-    #[arg(long)]
-    pub insecure: bool,
-    /// Serve metrics to Prometheus here; port 0 takes a free one.
-    #[arg(long)]
-    pub metrics_addr: Option<SocketAddr>,
-    /// How lanes are driven.
-    #[arg(long, value_enum, default_value_t = Io::Auto)]
-    pub io: Io,
-    /// Silence after which a peer counts as lost, in milliseconds.
-    #[arg(long, default_value_t = 3000)]
-    pub peer_silent_ms: u64,
-    /// Data connections to each peer.
-    #[arg(long, default_value_t = 2)]
-    pub lanes: u16,
-    /// Name for logs, metrics and the peer's table.
-    #[arg(long)]
-    pub name: Option<String>,
-}
-
-impl EngineArgs {
-    fn config(&self, name: &str) -> Result<EngineConfig> {
-        let config = EngineConfig::default()
-            .name(name)
-            .listen(self.listen)
-            .insecure(self.insecure)
-            .io(self.io)
-            .peer_silent_ms(self.peer_silent_ms)
-            .lanes(self.lanes);
-        Ok(match &self.secret_file {
-            Some(path) => config.secret(read_secret(path)?),
-            None => config,
-        })
-    }
-}
-
-fn read_secret(path: &Path) -> Result<Secret> {
-    let bytes =
-        std::fs::read(path).with_context(|| format!("the secret file {}", path.display()))?;
-    Secret::new(bytes.trim_ascii()).with_context(|| format!("in {}", path.display()))
-}
 
 /// A process of the pair: an engine with one KV pool, and the model over it.
 #[derive(Debug)]
@@ -261,11 +145,19 @@ fn serve_metrics(addr: SocketAddr) -> Result<SocketAddr> {
     Ok(at)
 }
 
-/// Logs to stderr, as `RUST_LOG` says; warnings without it.
-pub fn init_logging() {
+/// Runs a binary: logs go to stderr as `RUST_LOG` says (warnings without it), an error is one line
+/// there and exit code 1.
+pub fn to_exit_code(name: &str, run: impl FnOnce() -> Result<()>) -> ExitCode {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{name}: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
 }
 
 /// Follows a command about a room, or says why not. What takes time is spawned.
@@ -328,9 +220,9 @@ pub fn serve<F: Follow>(follower: F) -> Result<()> {
 
 const fn room_of(command: &Command) -> Option<u64> {
     match command {
-        Command::Prefill { room, .. } | Command::Decode { room, .. } | Command::Abort { room, .. } => {
-            Some(*room)
-        }
+        Command::Prefill { room, .. }
+        | Command::Decode { room, .. }
+        | Command::Abort { room, .. } => Some(*room),
         Command::Peers | Command::Quit => None,
     }
 }

@@ -7,15 +7,14 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
-use kvferry::{
-    Chunk, Granted, OpenOptions, PoolId, RoomHandle, SendRoom, WriteError,
-};
+use kvferry::{Chunk, Granted, OpenOptions, PoolId, RoomHandle, SendRoom, WriteError};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
 use crate::carried::{AuxRow, GrantNote};
+use crate::flags::{EngineArgs, ModelArgs};
 use crate::model::{self, KvSequence};
-use crate::node::{EngineArgs, Follow, ModelArgs, Node, serve};
+use crate::node::{Follow, Node, serve};
 use crate::pages::{FreeList, Page};
 use crate::protocol::{Command, Event, RoomLine};
 
@@ -24,7 +23,10 @@ const RETRY: Duration = Duration::from_millis(1);
 
 /// Flags of `prefill`.
 #[derive(Clone, Debug, Parser)]
-#[command(version, about = "Computes prompts and sends their KV pages. Driven by lines of JSON on stdin.")]
+#[command(
+    version,
+    about = "Computes prompts and sends their KV pages. Driven by lines of JSON on stdin."
+)]
 pub struct PrefillArgs {
     #[command(flatten)]
     model: ModelArgs,
@@ -111,17 +113,18 @@ impl Prefill {
 
     /// A room from its opening to its release.
     async fn serve_room(&self, room: Arc<SendRoom>, tokens: Vec<u32>) {
-        let prompt_tokens = tokens.len();
-        let verdict = async {
+        let (id, prompt_tokens) = (room.id().0, tokens.len());
+        let end = async {
             // The report has the failure, too.
             let _ = room.done().await;
-            self.live().remove(&room.id().0);
-            self.node.output.say(&Event::Room(RoomLine::new(&room.report(), prompt_tokens)));
+            self.live().remove(&id);
+            let report = room.report();
+            self.node.output.say(&Event::Room(RoomLine::new(&report, prompt_tokens)));
+            room.released().await;
+            let epoch = report.epoch.map(|epoch| epoch.0);
+            self.node.output.say(&Event::Released { room: id, epoch });
         };
-        let (pages, ()) = tokio::join!(self.send(&room, tokens), verdict);
-        room.released().await;
-        let epoch = room.report().epoch.map(|epoch| epoch.0);
-        self.node.output.say(&Event::Released { room: room.id().0, epoch });
+        let (pages, ()) = tokio::join!(self.send(&room, tokens), end);
         // Only now may another room's rows be written to them.
         drop(pages);
     }

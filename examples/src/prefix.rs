@@ -55,10 +55,8 @@ impl PrefixCache {
             return;
         }
         self.entries.retain(|entry| !prompt[..tokens].starts_with(&entry.tokens));
-        self.entries.push_back(Entry {
-            tokens: prompt[..tokens].to_vec(),
-            pages: pages[..count].to_vec(),
-        });
+        self.entries
+            .push_back(Entry { tokens: prompt[..tokens].to_vec(), pages: pages[..count].to_vec() });
         // Pages that entries share count for each: an upper bound is enough.
         while self.entries.iter().map(|entry| entry.pages.len()).sum::<usize>() > self.pages_max {
             self.entries.pop_front();

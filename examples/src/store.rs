@@ -44,7 +44,13 @@ impl PoolStore {
     }
 
     /// The region of a page, and the byte of it where the row of `token_offset` begins.
-    fn locate(&self, layer: usize, plane: Plane, page: u32, token_offset: usize) -> (&Region, usize) {
+    fn locate(
+        &self,
+        layer: usize,
+        plane: Plane,
+        page: u32,
+        token_offset: usize,
+    ) -> (&Region, usize) {
         let located = self.pool.locate(layer as u32, u32::from(plane == Plane::V), page);
         let (region, offset) = located.expect("the model checks pages against the geometry");
         (region, offset + token_offset * self.geometry.row() * size_of::<f32>())

@@ -14,7 +14,7 @@ use super::handle::HandleCore;
 use super::recv::{GrantError, GrantSpec, RecvRoom};
 use super::registry::Registry;
 use super::send::{OpenError, OpenOptions, SendRoom, WriteError};
-use crate::config::{ConfigError, EngineConfig};
+use crate::config::{ConfigError, EngineConfig, ROOM_TIMEOUT_MS_MAX};
 use crate::control::{ConnectError, Control, ControlSetup, PeerTable};
 use crate::ids::{Epoch, Incarnation, Micros, Role, RoomId};
 use crate::memory::{LayoutError, POOLS_MAX, Pool, PoolId};
@@ -190,11 +190,12 @@ impl EngineBuilder {
         let label: Arc<str> =
             if config.name.is_empty() { incarnation.to_string() } else { config.name.clone() }
                 .into();
+        let lane_io = io.io;
         shared.runtime.spawn(async move {
             let mut ticks = tokio::time::interval(PUBLISH_EVERY);
             loop {
                 ticks.tick().await;
-                crate::observe::publish(&label, &stats);
+                crate::observe::publish(&label, lane_io, &stats);
             }
         });
         Ok(Engine { shared, control, io, worker })
@@ -268,7 +269,7 @@ impl Shared {
 
     fn deadline(&self, asked: Option<Duration>, default_ms: u64) -> Micros {
         let asked = asked.map(|asked| u64::try_from(asked.as_millis()).unwrap_or(u64::MAX));
-        self.now().after_ms(asked.unwrap_or(default_ms))
+        self.now().after_ms(asked.unwrap_or(default_ms).min(ROOM_TIMEOUT_MS_MAX))
     }
 }
 

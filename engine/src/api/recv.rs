@@ -25,7 +25,7 @@ pub struct GrantSpec {
     pub aux: Option<AuxSlot>,
     /// Opaque bytes for the sender's caller, up to [`GRANT_NOTE_BYTES_MAX`].
     pub note: Bytes,
-    /// Time until the room must have ended; the engine's `room_timeout_ms` when `None`.
+    /// Time until the room must have ended, a day at most; the engine's `room_timeout_ms` when `None`.
     pub timeout: Option<Duration>,
 }
 

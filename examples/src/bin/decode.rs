@@ -1,10 +1,11 @@
 //! The decode process. See `kvferry_examples::decode`.
 
+use std::process::ExitCode;
+
 use clap::Parser;
 use kvferry_examples::decode::{DecodeArgs, run};
-use kvferry_examples::node::init_logging;
+use kvferry_examples::node::to_exit_code;
 
-fn main() -> anyhow::Result<()> {
-    init_logging();
-    run(&DecodeArgs::parse())
+fn main() -> ExitCode {
+    to_exit_code("decode", || run(&DecodeArgs::parse()))
 }

@@ -1,10 +1,11 @@
 //! The prefill process. See `kvferry_examples::prefill`.
 
-use clap::Parser;
-use kvferry_examples::prefill::{PrefillArgs, run};
-use kvferry_examples::node::init_logging;
+use std::process::ExitCode;
 
-fn main() -> anyhow::Result<()> {
-    init_logging();
-    run(&PrefillArgs::parse())
+use clap::Parser;
+use kvferry_examples::node::to_exit_code;
+use kvferry_examples::prefill::{PrefillArgs, run};
+
+fn main() -> ExitCode {
+    to_exit_code("prefill", || run(&PrefillArgs::parse()))
 }

@@ -26,7 +26,7 @@ pub(super) struct Said {
 
 #[derive(Debug)]
 pub(super) enum What {
-    Event(Event),
+    Event(Box<Event>),
     /// Not an event.
     Nonsense(String),
     /// Its stdout has ended.
@@ -53,8 +53,8 @@ impl Child {
         let path = std::env::current_exe()?.with_file_name(program);
         let mut command = std::process::Command::new(&path);
         command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped());
-        // Threads that spin for each other on shared cores slow both processes down tenfold.
-        command.env("RAYON_NUM_THREADS", "1");
+        // More would spin for each other, and slow all processes down.
+        command.env(super::COMPUTE_THREADS, "1");
         if std::env::var_os("RUST_LOG").is_none() {
             command.env("RUST_LOG", LOGGED);
         }
@@ -70,7 +70,8 @@ impl Child {
         std::thread::Builder::new().name(format!("from {name}")).spawn(move || {
             let said = |what| heard.send(Said { child: number, what }).is_ok();
             for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-                let what = serde_json::from_str(&line).map_or(What::Nonsense(line), What::Event);
+                let what = serde_json::from_str(&line)
+                    .map_or(What::Nonsense(line), |event| What::Event(Box::new(event)));
                 if !said(what) {
                     return;
                 }
@@ -84,7 +85,10 @@ impl Child {
         let mut line = serde_json::to_vec(command)?;
         line.push(b'\n');
         let stdin = self.stdin.as_mut().context("its stdin was closed")?;
-        stdin.write_all(&line).and_then(|()| stdin.flush()).with_context(|| format!("telling {}", self.name))
+        stdin
+            .write_all(&line)
+            .and_then(|()| stdin.flush())
+            .with_context(|| format!("telling {}", self.name))
     }
 
     /// Sends a signal: to a process that was started here and not waited for, so the id is its own.

@@ -15,16 +15,20 @@ mod show;
 mod stage;
 
 use std::net::SocketAddr;
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::{Parser, ValueEnum};
 
-use crate::node::{Io, ModelArgs};
+use crate::flags::{Io, ModelArgs};
 use check::Checker;
 use plan::Planner;
 use stage::Stage;
+
+/// The variable that says how many threads compute.
+const COMPUTE_THREADS: &str = "RAYON_NUM_THREADS";
 
 /// What to let go wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -82,7 +86,8 @@ pub struct PairArgs {
     /// Silence after which a peer counts as lost, in milliseconds; 1000 with a fault, else 3000.
     #[arg(long)]
     peer_silent_ms: Option<u64>,
-    /// Pause between the chunks of a prompt, in milliseconds; 100 with a fault, else 0.
+    /// Pause between the chunks of a prompt, in milliseconds; without it 0, and long enough for
+    /// the fault when there is one.
     #[arg(long)]
     pace_ms: Option<u64>,
     /// Longest wait for the rooms of a step, in seconds. The engines' own deadlines are shorter.
@@ -93,12 +98,17 @@ pub struct PairArgs {
 impl PairArgs {
     /// Silence allowed, in milliseconds. Short with a fault: it is waited for.
     fn peer_silent_ms(&self) -> u64 {
-        self.peer_silent_ms.unwrap_or(if self.fault.is_some() { 1000 } else { 3000 })
+        self.peer_silent_ms.unwrap_or_else(|| if self.fault.is_some() { 1000 } else { 3000 })
     }
 
-    /// Pause between chunks. With a fault long enough that it finds rooms in their middle.
+    /// Pause between chunks. With a fault long enough that it finds rooms in their middle, and that
+    /// the first of them is there still when a silence is over.
     fn pace_ms(&self) -> u64 {
-        self.pace_ms.unwrap_or(if self.fault.is_some() { 100 } else { 0 })
+        self.pace_ms.unwrap_or_else(|| match self.fault {
+            None => 0,
+            Some(Fault::StopDecode) => self.peer_silent_ms() / 2,
+            Some(_) => 100,
+        })
     }
 
     const fn patience(&self) -> Duration {
@@ -111,6 +121,7 @@ impl PairArgs {
 /// # Errors
 /// Anything that did not go as promised.
 pub fn run(args: &PairArgs) -> Result<()> {
+    with_one_thread()?;
     let model = args.model.load()?;
     let planner = Planner::new(args, &model)?;
     let (stage, claims) = match args.fault {
@@ -132,14 +143,28 @@ pub fn run(args: &PairArgs) -> Result<()> {
     checked.verdict()
 }
 
+/// Starts this process anew with one compute thread, unless the environment says how many. Several
+/// spin for each other, which on busy cores takes many times longer; and they are counted before the
+/// first line of `main` could change it.
+fn with_one_thread() -> Result<()> {
+    if std::env::var_os(COMPUTE_THREADS).is_some() {
+        return Ok(());
+    }
+    let mut again = std::process::Command::new(std::env::current_exe()?);
+    let error = again.args(std::env::args_os().skip(1)).env(COMPUTE_THREADS, "1").exec();
+    Err(error).context("starting anew with one compute thread")
+}
+
 /// Every room done: those that depend on nothing first, then those that build on them.
-fn plain(args: &PairArgs, planner: &Planner) -> Result<Stage> {
+fn plain<'a>(args: &'a PairArgs, planner: &Planner<'_>) -> Result<Stage<'a>> {
     let mut stage = Stage::start(args, 1)?;
     for step in planner.steps() {
         let rooms = step.into_iter().map(|plan| stage.feed(plan, 0)).collect::<Result<Vec<_>>>()?;
-        stage.until(args.patience(), "every room to be done, released and its text there", |stage| {
-            rooms.iter().all(|&run| stage.run(run).is_complete())
-        })?;
+        stage.until(
+            args.patience(),
+            "every room to be done, released and its text there",
+            |stage| rooms.iter().all(|&run| stage.run(run).is_complete()),
+        )?;
     }
     Ok(stage)
 }

@@ -102,8 +102,12 @@ impl<'a> Planner<'a> {
         let read = |path: &std::path::PathBuf| -> Result<Vec<String>> {
             let text = std::fs::read_to_string(path)
                 .with_context(|| format!("the prompts {}", path.display()))?;
-            let prompts: Vec<_> =
-                text.lines().map(str::trim).filter(|line| !line.is_empty()).map(str::to_owned).collect();
+            let prompts: Vec<_> = text
+                .lines()
+                .map(str::trim)
+                .filter(|line| !line.is_empty())
+                .map(str::to_owned)
+                .collect();
             ensure!(!prompts.is_empty(), "{} has no prompts: write one a line", path.display());
             Ok(prompts)
         };
@@ -127,14 +131,16 @@ impl<'a> Planner<'a> {
             let step = rooms.map(|(prompt, room)| self.plan(room, prompt.clone(), What::Plain));
             return Ok(vec![step.collect::<Result<_>>()?]);
         }
-        let whole = if self.args.rooms < 6 { None } else { self.whole_chunks(3)? };
+        let whole =
+            if self.args.rooms < 6 { None } else { self.whole_chunks(self.args.rooms - 3)? };
         let Some(whole) = whole else {
             return Ok(vec![self.plain(1..=self.args.rooms, What::Plain)?]);
         };
         let last = self.args.rooms - 3;
-        let mut first = self.plain(1..=last, What::Plain)?;
-        first[2] = Plan { room: 3, what: What::WholePages, ..whole.clone() };
-        let longer = format!("{} {MORE}", topic(2));
+        // The last rooms' prompts are asked again: earlier ones the decode side may have forgotten.
+        let mut first = self.plain(1..=last - 1, What::Plain)?;
+        first.push(whole.clone());
+        let longer = format!("{} {MORE}", topic(last - 1));
         let second = vec![
             self.plan(1, topic(last + 1), What::Reused)?,
             self.plan(last + 1, longer, What::CachedPrefix)?,
@@ -144,7 +150,11 @@ impl<'a> Planner<'a> {
     }
 
     /// Rooms of these ids with prompts of their own.
-    pub(super) fn plain(&self, rooms: std::ops::RangeInclusive<u64>, what: What) -> Result<Vec<Plan>> {
+    pub(super) fn plain(
+        &self,
+        rooms: std::ops::RangeInclusive<u64>,
+        what: What,
+    ) -> Result<Vec<Plan>> {
         rooms.map(|room| self.plan(room, topic(room), what)).collect()
     }
 

@@ -10,7 +10,7 @@ use rustix::process::Signal;
 
 use super::PairArgs;
 use super::child::{Child, Said, What};
-use super::plan::Plan;
+use super::plan::{self, Plan};
 use super::show::progress;
 use crate::protocol::{Command, Event, Prompt, Ready, RoomLine};
 
@@ -59,11 +59,11 @@ impl Run {
     fn missing(&self) -> String {
         let side = |name: &str, side: &Side| match &side.line {
             None => format!("{name}'s end, "),
-            Some((line, _)) if !line.is_done() => {
-                format!("(failed on {name}: {}), ", line.cause.as_deref().unwrap_or(""))
-            }
             Some(_) if !side.released => format!("{name}'s release, "),
-            Some(_) => String::new(),
+            Some((line, _)) => match &line.cause {
+                Some(cause) => format!("(failed on {name}: {cause}), "),
+                None => String::new(),
+            },
         };
         let text = if self.text.is_none() { "the text" } else { "" };
         side("prefill", &self.sender) + &side("decode", &self.receiver) + text
@@ -127,7 +127,9 @@ impl<'a> Stage<'a> {
         self.until(START, "it to be ready", |stage| stage.readys[number].is_some())
             .with_context(|| format!("starting {name}"))?;
         if let Some(ready) = &self.readys[number] {
-            let metrics = ready.metrics.map_or(String::new(), |at| format!(", metrics at http://{at}/metrics"));
+            let metrics = ready
+                .metrics
+                .map_or(String::new(), |at| format!(", metrics at http://{at}/metrics"));
             progress(&format!("{name} is ready: pid {}, {}{metrics}", ready.pid, ready.io));
         }
         Ok(())
@@ -194,7 +196,12 @@ impl<'a> Stage<'a> {
     pub(super) fn signal(&mut self, decode: usize, signal: Signal) -> Result<Instant> {
         let child = decode + 1;
         self.killed[child] |= signal == Signal::KILL;
-        progress(&format!("{} gets {signal:?}", self.children[child].name));
+        let name = match signal {
+            Signal::KILL => "SIGKILL",
+            Signal::STOP => "SIGSTOP",
+            _ => "SIGCONT",
+        };
+        progress(&format!("{} gets {name}", self.children[child].name));
         let now = Instant::now();
         self.children[child].signal(signal)?;
         Ok(now)
@@ -243,36 +250,35 @@ impl<'a> Stage<'a> {
     fn hear(&mut self, Said { child, what }: Said) -> Result<()> {
         let name = &self.children[child].name;
         let event = match what {
-            What::Event(event) => event,
+            What::Event(event) => *event,
             What::Nonsense(line) => bail!("{name} said what is no event: {line}"),
             What::Closed if self.killed[child] => return Ok(()),
             What::Closed => bail!("{name} ended{}", self.missing()),
         };
-        // The newest of an id: the one before it has ended and been released.
         let runs = &mut self.runs;
-        let mut run = |room: u64| {
-            let run = runs.iter_mut().rfind(|run| run.plan.room == room);
-            run.with_context(|| format!("{name} speaks of room {room}, which nobody asked for"))
-        };
         match event {
             Event::Ready(ready) => self.readys[child] = Some(ready),
             Event::Granted { room, pages, cached_tokens } => {
-                run(room)?.granted = Some((pages, cached_tokens));
+                newest(runs, room)?.granted = Some((pages, cached_tokens));
             }
-            Event::Chunk { room, chunk, of } => run(room)?.chunks = (chunk, of),
+            Event::Chunk { room, chunk, of } => newest(runs, room)?.chunks = (chunk, of),
             Event::Room(line) => {
-                let run = run(line.room)?;
+                let run = newest(runs, line.room)?;
                 progress(&format!("room {} {} on {name}", line.room, line.verdict));
+                let doomed = run.plan.what == plan::What::Doomed;
                 let side = run.side(child);
                 ensure!(side.line.is_none(), "room {} ended twice on {name}", line.room);
+                if let (Some(failure), false) = (&line.line, doomed) {
+                    bail!("a room that nothing was done to, on {name}: {failure}");
+                }
                 side.line = Some((line, Instant::now()));
             }
             Event::Released { room, .. } => {
-                let side = run(room)?.side(child);
+                let side = newest(runs, room)?.side(child);
                 ensure!(side.line.is_some(), "room {room} was released on {name} before its end");
                 side.released = true;
             }
-            Event::Text { room, tokens, text } => run(room)?.text = Some((tokens, text)),
+            Event::Text { room, tokens, text } => newest(runs, room)?.text = Some((tokens, text)),
             Event::Peers { .. } => {}
             Event::Error { room, message } => match room {
                 Some(room) => bail!("{name} refused room {room}: {message}"),
@@ -302,4 +308,10 @@ impl<'a> Stage<'a> {
         }
         Ok((self.runs, self.readys.into_iter().flatten().collect()))
     }
+}
+
+/// The newest run of a room id: the one before it has ended and been released.
+fn newest(runs: &mut [Run], room: u64) -> Result<&mut Run> {
+    let run = runs.iter_mut().rfind(|run| run.plan.room == room);
+    run.with_context(|| format!("it speaks of room {room}, which nobody asked for"))
 }

@@ -227,12 +227,12 @@ fn receive(
             Arrived::Header(frame) => lane.receive.begin(frame, gate.admit(lane.peer, &frame)),
             Arrived::Placed(frame) => {
                 gate.placed(&frame);
-                lane.transmit.answer(frame.seq, None);
+                answer(lane, frame.seq, None)?;
             }
             Arrived::Drained(frame, reason) => {
                 let reject =
                     Frame::Reject { seq: frame.seq, slot: frame.slot, epoch: frame.epoch, reason };
-                lane.transmit.answer(frame.seq, Some(reject));
+                answer(lane, frame.seq, Some(reject))?;
             }
             Arrived::Answer(Frame::Ack { seq }) => lane
                 .transmit
@@ -248,6 +248,14 @@ fn receive(
         }
     }
     Ok(())
+}
+
+fn answer(lane: &mut Lane, seq: u64, reject: Option<Frame>) -> Result<(), String> {
+    if lane.transmit.answer(seq, reject) {
+        Ok(())
+    } else {
+        Err("the peer sends on without reading the answers".to_owned())
+    }
 }
 
 /// The cause an errno is for closing a lane; none for one that passes.

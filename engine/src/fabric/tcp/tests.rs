@@ -407,3 +407,42 @@ fn a_lane_out_of_step_is_closed_with_what_was_wrong() {
     let reject = Frame::Reject { seq: 7, slot: 0, epoch: Epoch(1), reason: RejectReason::Revoked };
     assert!(against_socket(&reject.encode()).contains("the last one posted is 0"));
 }
+
+#[test]
+fn a_peer_that_sends_on_without_reading_its_answers_loses_the_lane_not_our_memory() {
+    let frames: Vec<u8> = (1..=5000)
+        .flat_map(|seq| {
+            let frame = DataFrame {
+                seq,
+                slot: 9,
+                epoch: Epoch(1),
+                pool: 0,
+                layer: 0,
+                layers: 1,
+                at: 0,
+                count: 1,
+                first: 0,
+                pieces: 1,
+                payload_bytes: 0,
+            };
+            Frame::Data(frame).encode()
+        })
+        .collect();
+    // Its receive buffer is small, so that answers back up.
+    let (dialed, accepted) = socket_pair();
+    rustix::net::sockopt::set_socket_recv_buffer_size(&dialed, 2048).unwrap();
+    rustix::net::sockopt::set_socket_send_buffer_size(&accepted, 2048).unwrap();
+    let mut rx = TcpFabric::new(epoll(), ZeroCopy::Off);
+    rx.add_lane(PEER, 1, accepted, false);
+    let (mut gate, mut events) = (TestGate::default(), Vec::new());
+    let mut left = &frames[..];
+    let deadline = Instant::now() + PATIENCE;
+    while lane_down(&events).is_none() {
+        if let Ok(sent) = (&dialed).write(left) {
+            left = &left[sent..];
+        }
+        rx.poll(&mut gate, &mut events);
+        assert!(Instant::now() < deadline, "the lane stays up, {} bytes left", left.len());
+    }
+    assert!(lane_down(&events).unwrap().contains("without reading"), "{events:?}");
+}

@@ -41,7 +41,7 @@ pub(super) struct Transmit {
     /// The frame whose header is queued and whose payload is not yet, all of it.
     filling: Option<Filling>,
     pub(super) ledger: Ledger<Posted>,
-    /// Rejects to be sent, encoded. Bounded by the peer's window.
+    /// Rejects to be sent; at most a window of them.
     rejects: VecDeque<Frame>,
     /// Highest data frame of the peer's to acknowledge, if it was not yet.
     ack: Option<u64>,
@@ -136,9 +136,15 @@ impl Transmit {
         self.waiting.push_back(posting);
     }
 
-    pub(super) fn answer(&mut self, seq: u64, reject: Option<Frame>) {
+    /// Notes an answer to a frame of the peer's. Says whether it could: a peer that keeps to its window
+    /// never has more frames unanswered than that.
+    pub(super) fn answer(&mut self, seq: u64, reject: Option<Frame>) -> bool {
+        if self.rejects.len() >= WINDOW_FRAMES {
+            return false;
+        }
         self.rejects.extend(reject);
         self.ack = Some(seq);
+        true
     }
 
     /// The next operation, when there is anything to send and none is in flight.

@@ -6,7 +6,8 @@ use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
 
-use super::{Granted, SendRoom, WaitingGrant};
+use super::{Granted, SendRoom, WaitingGrant, pages_of};
+use crate::config::ROOM_TIMEOUT_MS_MAX;
 use crate::fabric::{Fabric, PeerIndex};
 use crate::failure::{Failure, FailureKind, Landed};
 use crate::ids::{Incarnation, Micros, Role};
@@ -59,6 +60,7 @@ impl<F: Fabric> Worker<F> {
         match matching {
             Some(waiting) => {
                 self.sending.grants_waiting -= 1;
+                self.sending.pages_waiting -= pages_of(&waiting.grant);
                 if self.sending.grants.get(&cell.room).is_some_and(Vec::is_empty) {
                     self.sending.grants.remove(&cell.room);
                 }
@@ -89,7 +91,7 @@ impl<F: Fabric> Worker<F> {
             self.refuse_grant(peer, &grant, FailureKind::ProtocolViolation, error);
             return;
         }
-        let until = now.after_ms(grant.deadline_ms);
+        let until = now.after_ms(grant.deadline_ms.min(ROOM_TIMEOUT_MS_MAX));
         let waiting = self.sending.waiting.get(&grant.room).map_or(&[][..], Vec::as_slice);
         let slot = waiting.iter().copied().find(|&slot| {
             self.sending
@@ -111,21 +113,22 @@ impl<F: Fabric> Worker<F> {
             self.refuse_grant(peer, &grant, FailureKind::RoomBusy, error);
             return;
         }
-        if self.sending.grants_waiting >= self.sending.grants_max {
+        let pages = pages_of(&grant);
+        if !self.sending.has_place_for(pages) {
             self.sending.forget_grants(|waiting| waiting.until <= now);
         }
-        if self.sending.grants_waiting >= self.sending.grants_max {
+        if !self.sending.has_place_for(pages) {
             let error = "too many grants wait on the sender for rooms to be opened".to_owned();
             self.refuse_grant(peer, &grant, FailureKind::GrantTimeout, error);
             return;
         }
-        let grants = self.sending.grants.entry(grant.room).or_default();
         // The same grant said again after a reconnect, or a newer epoch of the same peer's room.
-        let before = grants.len();
-        grants.retain(|waiting| waiting.peer != peer);
-        self.sending.grants_waiting -= before - grants.len();
+        self.sending
+            .forget_grants(|waiting| waiting.peer == peer && waiting.grant.room == grant.room);
+        let grants = self.sending.grants.entry(grant.room).or_default();
         grants.push(WaitingGrant { peer, session, until, grant });
         self.sending.grants_waiting += 1;
+        self.sending.pages_waiting += pages;
     }
 
     fn check_grant(&self, peer: PeerIndex, grant: &Grant) -> Option<String> {

@@ -19,7 +19,11 @@ use crate::plan::{Pieces, Runs, Strips};
 use crate::room::cell::RoomCell;
 use crate::room::sender::{Sender, SenderEvent};
 use crate::wire::frame::{DataFrame, FRAME_BYTES};
-use crate::wire::message::Grant;
+use crate::wire::message::{GRANT_PAGES_MAX, Grant};
+
+/// Pages of all grants that wait for rooms to be opened: sixteen grants of the largest size, 64 MiB of
+/// page lists.
+const PAGES_WAITING_MAX: usize = 16 * GRANT_PAGES_MAX;
 
 /// A sending room in the worker.
 #[derive(Debug)]
@@ -63,6 +67,7 @@ pub(in crate::worker) struct Sending {
     /// Grants that wait for a room.
     grants: HashMap<RoomId, Vec<WaitingGrant>>,
     grants_waiting: usize,
+    pages_waiting: usize,
     grants_max: usize,
     by_epoch: HashMap<(PeerIndex, Epoch), u32>,
 }
@@ -75,6 +80,10 @@ struct WaitingGrant {
     grant: Grant,
 }
 
+fn pages_of(grant: &Grant) -> usize {
+    grant.pools.iter().map(|pool| pool.pages.len()).sum()
+}
+
 impl Sending {
     pub(in crate::worker) fn new(max_rooms: usize) -> Self {
         Self {
@@ -82,6 +91,7 @@ impl Sending {
             waiting: HashMap::new(),
             grants: HashMap::new(),
             grants_waiting: 0,
+            pages_waiting: 0,
             grants_max: max_rooms,
             by_epoch: HashMap::new(),
         }
@@ -97,13 +107,20 @@ impl Sending {
         }
     }
 
+    /// Whether another grant may wait for its room.
+    const fn has_place_for(&self, pages: usize) -> bool {
+        self.grants_waiting < self.grants_max && self.pages_waiting + pages <= PAGES_WAITING_MAX
+    }
+
     /// Forgets grants of a peer, or those whose time is over.
     fn forget_grants(&mut self, expired: impl Fn(&WaitingGrant) -> bool) {
         self.grants.retain(|_, grants| {
             grants.retain(|grant| !expired(grant));
             !grants.is_empty()
         });
-        self.grants_waiting = self.grants.values().map(Vec::len).sum();
+        let waiting = || self.grants.values().flatten();
+        self.grants_waiting = waiting().count();
+        self.pages_waiting = waiting().map(|waiting| pages_of(&waiting.grant)).sum();
     }
 }
 

@@ -1,0 +1,126 @@
+//! The flags that `prefill`, `decode` and `pd-pair` share.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use clap::{Args, ValueEnum};
+use kvferry::{EngineConfig, IoMode, Secret};
+
+use crate::model::{Model, ModelConfig};
+
+/// How lanes are driven.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Io {
+    /// io_uring where the kernel allows it, epoll otherwise.
+    Auto,
+    /// io_uring, or the process does not start.
+    IoUring,
+    /// epoll.
+    Epoll,
+}
+
+impl From<Io> for IoMode {
+    fn from(io: Io) -> Self {
+        match io {
+            Io::Auto => Self::Auto,
+            Io::IoUring => Self::RequireIoUring,
+            Io::Epoll => Self::Epoll,
+        }
+    }
+}
+
+/// Flags that say which model is computed, and how; equal on both sides.
+#[derive(Clone, Debug, Args)]
+pub struct ModelArgs {
+    /// A GGUF file of architecture `llama`; without it a small model with made-up weights.
+    #[arg(long, value_name = "PATH.gguf")]
+    pub model: Option<PathBuf>,
+    /// Seed of the made-up weights, and of the decode side's order of pages.
+    #[arg(long, default_value_t = 7)]
+    pub seed: u64,
+    /// Pages in each layer's K and V.
+    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(4..))]
+    pub pages: u32,
+    /// Tokens of a page.
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub page_tokens: u32,
+    /// Tokens of a chunk of the prompt; whole pages.
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    pub chunk_tokens: u32,
+}
+
+impl ModelArgs {
+    /// Loads or makes the model.
+    ///
+    /// # Errors
+    /// A file that is no such model; a chunk that is not whole pages.
+    pub fn load(&self) -> Result<Model> {
+        ensure!(
+            self.chunk_tokens.is_multiple_of(self.page_tokens),
+            "--chunk-tokens {} is not a multiple of --page-tokens {}",
+            self.chunk_tokens,
+            self.page_tokens
+        );
+        match &self.model {
+            Some(path) => {
+                Model::load_gguf(path).with_context(|| format!("the model {}", path.display()))
+            }
+            None => Model::seeded(ModelConfig::tiny(), self.seed),
+        }
+    }
+}
+
+/// Flags of the engine.
+#[derive(Clone, Debug, Args)]
+pub struct EngineArgs {
+    /// Address to accept peers on; port 0 takes a free one.
+    #[arg(long)]
+    pub listen: Option<SocketAddr>,
+    /// Address of a peer to connect to.
+    #[arg(long)]
+    pub connect: Option<SocketAddr>,
+    /// File with the secret that all engines share; at least 16 bytes.
+    #[arg(long)]
+    pub secret_file: Option<PathBuf>,
+    /// Listen on an address others can reach without a secret.
+    #[arg(long)]
+    pub insecure: bool,
+    /// Serve metrics to Prometheus here; port 0 takes a free one.
+    #[arg(long)]
+    pub metrics_addr: Option<SocketAddr>,
+    /// How lanes are driven.
+    #[arg(long, value_enum, default_value_t = Io::Auto)]
+    pub io: Io,
+    /// Silence after which a peer counts as lost, in milliseconds.
+    #[arg(long, default_value_t = 3000)]
+    pub peer_silent_ms: u64,
+    /// Data connections to each peer.
+    #[arg(long, default_value_t = 2)]
+    pub lanes: u16,
+    /// Name for logs, metrics and the peer's table.
+    #[arg(long)]
+    pub name: Option<String>,
+}
+
+impl EngineArgs {
+    pub(crate) fn config(&self, name: &str) -> Result<EngineConfig> {
+        let config = EngineConfig::default()
+            .name(name)
+            .listen(self.listen)
+            .insecure(self.insecure)
+            .io(self.io)
+            .peer_silent_ms(self.peer_silent_ms)
+            .lanes(self.lanes);
+        Ok(match &self.secret_file {
+            Some(path) => config.secret(read_secret(path)?),
+            None => config,
+        })
+    }
+}
+
+fn read_secret(path: &Path) -> Result<Secret> {
+    let bytes =
+        std::fs::read(path).with_context(|| format!("the secret file {}", path.display()))?;
+    Secret::new(bytes.trim_ascii()).with_context(|| format!("in {}", path.display()))
+}
