@@ -12,7 +12,9 @@ const TABLE_COLUMNS: u16 = 110;
 /// Prints one line a question. A host without RDMA or GPUs is no fault: the tcp fabric needs neither.
 pub(crate) fn run() -> Result<()> {
     let mut table = Table::new();
-    table.set_content_arrangement(comfy_table::ContentArrangement::Dynamic).set_width(TABLE_COLUMNS);
+    table
+        .set_content_arrangement(comfy_table::ContentArrangement::Dynamic)
+        .set_width(TABLE_COLUMNS);
     table.set_header(["what", "here", "so"]);
     io_uring(&mut table)?;
     let report = HostReport::probe();

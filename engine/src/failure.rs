@@ -89,6 +89,12 @@ kinds! {
     /// The aux row does not fit the aux slot that was granted.
     AuxTooLong => "aux-too-long", false,
         "grant an aux slot at least as long as the row the sender writes";
+    /// The sender has no place for another grant that waits for its room to be opened.
+    GrantRefused => "grant-refused", false,
+        "open rooms on the prefill side before their grants come, or raise its max_rooms";
+    /// A pool that the room needs was deregistered.
+    PoolGone => "pool-gone", false,
+        "grant and write only pools that are registered; deregister when their rooms have ended";
     /// The receiver granted a room id whose earlier epoch is still live on the sender.
     RoomBusy => "room-busy", true,
         "end the earlier room of this id on the sender first, or use another id";
@@ -152,10 +158,9 @@ impl Failure {
         self.kind.remedy()
     }
 
-    /// The same failure with its texts cut to [`CAUSE_BYTES_MAX`] and [`CAUSES_MAX`]: what a peer
-    /// sends is kept no longer than that.
-    #[must_use]
-    pub(crate) fn bounded(mut self) -> Self {
+    /// Cuts the texts to [`CAUSE_BYTES_MAX`] and [`CAUSES_MAX`]: what a peer sends is kept no longer
+    /// than that.
+    pub(crate) fn bound(&mut self) {
         self.causes.truncate(CAUSES_MAX);
         if self.causes.is_empty() {
             self.causes.push("no cause given".to_owned());
@@ -164,7 +169,6 @@ impl Failure {
         if let Some(addr) = self.peer_addr.as_mut() {
             cut(addr);
         }
-        self
     }
 }
 
@@ -242,9 +246,9 @@ mod tests {
     fn a_peers_words_are_cut_to_their_bound_and_kept_on_one_line() {
         let mut hostile = failure(&"é\n".repeat(5000));
         hostile.causes.extend((0..100).map(|i| i.to_string()));
-        let bounded = hostile.bounded();
-        assert_eq!(bounded.causes.len(), CAUSES_MAX);
-        assert!(bounded.causes.iter().all(|c| c.len() <= CAUSE_BYTES_MAX && !c.contains('\n')));
+        hostile.bound();
+        assert_eq!(hostile.causes.len(), CAUSES_MAX);
+        assert!(hostile.causes.iter().all(|c| c.len() <= CAUSE_BYTES_MAX && !c.contains('\n')));
     }
 
     #[test]

@@ -65,9 +65,9 @@ pub use control::{ConnectError, ConnectStage};
 pub use failure::{CAUSE_BYTES_MAX, CAUSES_MAX, Failure, FailureKind, Landed};
 pub use ids::{Epoch, Incarnation, Role, RoomId, RoomState};
 pub use memory::{
-    AllocError, AllocOptions, Dtype, HeadOrder, LAYERS_MAX, LayoutError, LayoutMismatch,
-    PAGE_BYTES_MAX, POOL_NAME_BYTES_MAX, POOLS_MAX, PageArray, Planes, Pool, PoolId, PoolLayout,
-    Region, RegionBusy, RegionKind, RegionRangeError,
+    AllocError, AllocOptions, Dtype, HeadOrder, IntoVecError, LAYERS_MAX, LayoutError,
+    LayoutMismatch, PAGE_BYTES_MAX, POOL_NAME_BYTES_MAX, POOLS_MAX, PageArray, Planes, Pool,
+    PoolId, PoolLayout, Region, RegionKind, RegionRangeError,
 };
 pub use peers::{FabricInfo, LaneInfo, PeerHealth, PeerInfo};
 pub use wire::message::{

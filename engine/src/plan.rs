@@ -108,9 +108,12 @@ impl Strips {
             return None;
         }
         let page = self.pages[self.base + self.position as usize];
-        let addr = self.map.address(self.layer, self.plane, page)
-            + self.slice.offset
-            + u64::from(self.row) * self.slice.stride;
+        // Wrapping: a peer's addresses are invented, from what it says of its layout.
+        let addr = self
+            .map
+            .address(self.layer, self.plane, page)
+            .wrapping_add(self.slice.offset)
+            .wrapping_add(u64::from(self.row) * self.slice.stride);
         self.row += 1;
         if self.row == self.slice.rows {
             self.row = 0;
@@ -136,7 +139,7 @@ impl Iterator for Strips {
     fn next(&mut self) -> Option<Strip> {
         let mut strip = self.held.take()?;
         while let Some(next) = self.row() {
-            if strip.addr + strip.bytes != next.addr {
+            if strip.addr.wrapping_add(strip.bytes) != next.addr {
                 self.held = Some(next);
                 break;
             }
@@ -179,7 +182,7 @@ impl Iterator for Runs {
             if strip.bytes == bytes {
                 more.next()
             } else {
-                Some(Strip { addr: strip.addr + bytes, bytes: strip.bytes - bytes })
+                Some(Strip { addr: strip.addr.wrapping_add(bytes), bytes: strip.bytes - bytes })
             }
         };
         self.src_strip = rest(src, &mut self.src);

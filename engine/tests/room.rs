@@ -177,6 +177,50 @@ fn a_dropped_handle_gives_its_room_up_on_both_sides() {
 }
 
 #[test]
+fn an_id_whose_handle_was_dropped_can_be_used_again_at_once() {
+    let pair = Pair::new(IoMode::Auto);
+    for _ in 0..100 {
+        drop(pair.prefill.engine.open(1.into(), OpenOptions::default()).unwrap());
+        let spec = GrantSpec::new(1.into()).pages(KV, [0]);
+        drop(pair.decode.engine.grant(pair.peer, spec).unwrap());
+    }
+}
+
+#[test]
+fn as_many_rooms_as_max_rooms_and_as_many_again_once_they_are_released() {
+    let few = |config: EngineConfig| config.max_rooms(4u32);
+    let (a, b) = (few(config(IoMode::Auto)), few(config(IoMode::Auto)));
+    let pair = Pair::with(a, b, layout(8), layout(8));
+    for _ in 0..3 {
+        let open = |id: u64| pair.prefill.engine.open(id.into(), OpenOptions::default());
+        let rooms: Vec<_> = (0..4).map(|id| open(id).unwrap()).collect();
+        assert_eq!(open(4).unwrap_err(), kvferry::OpenError::TooMany(4));
+        for room in &rooms {
+            room.abort("enough");
+            wait(room.released());
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_engine_that_cannot_start_says_so_inside_a_runtime_too() {
+    let error =
+        kvferry::Engine::builder(config(IoMode::Auto).worker_cpu(1023usize)).start().unwrap_err();
+    assert!(matches!(error, kvferry::StartError::Pin { cpu: 1023, .. }), "{error}");
+}
+
+#[tokio::test]
+async fn an_engine_can_be_started_used_and_dropped_inside_a_runtime() {
+    let pair = Pair::new(IoMode::Auto);
+    let sending = pair.prefill.engine.open(1.into(), OpenOptions::default()).unwrap();
+    let receiving =
+        pair.decode.engine.grant(pair.peer, GrantSpec::new(1.into()).pages(KV, [0])).unwrap();
+    sending.write(Chunk::new(KV, [1], 0..1)).await.unwrap();
+    sending.finish(bytes::Bytes::new()).unwrap();
+    receiving.done().await.unwrap();
+}
+
+#[test]
 fn a_room_without_a_grant_and_one_without_an_end_meet_their_deadlines() {
     let pair = Pair::new(IoMode::Auto);
     let alone = pair
@@ -370,8 +414,17 @@ fn a_drained_peer_takes_no_more_rooms_and_those_there_are_end() {
     wait(sending.granted()).unwrap();
     std::thread::scope(|scope| {
         let drain = scope.spawn(|| wait(pair.decode.engine.drain_peer(pair.peer)));
-        while pair.decode.engine.grant(pair.peer, GrantSpec::new(2.into())).is_ok() {
-            std::thread::yield_now();
+        let mut id = 100;
+        loop {
+            id += 1;
+            match pair.decode.engine.grant(pair.peer, GrantSpec::new(id.into())) {
+                Ok(room) => drop(room),
+                Err(kvferry::GrantError::Full) => std::thread::yield_now(),
+                Err(error) => {
+                    assert_eq!(error, kvferry::GrantError::PeerDraining(pair.peer));
+                    break;
+                }
+            }
         }
         assert!(!drain.is_finished(), "a drain ended before the rooms did");
         wait(sending.write(Chunk::new(KV, [1], 0..1))).unwrap();

@@ -215,8 +215,14 @@ impl Decode {
             aux.room,
             aux.prompt_tokens
         );
-        self.prefixes().keep(&sequence.tokens, &sequence.pages);
         let (model, store) = (Arc::clone(&self.node.model), Arc::clone(&self.node.store));
+        let carried = &sequence.pages[sequence.cached_pages..self.node.pages_for(prompt_tokens)];
+        let carried: Vec<u32> = carried.iter().map(|page| page.number()).collect();
+        ensure!(
+            store.checksum(&carried) == aux.checksum,
+            "the pages of room {id} are not what was sent: report it with both sides' logs"
+        );
+        self.prefixes().keep(&sequence.tokens, &sequence.pages);
         let generate = move || -> Result<_> {
             let mut seq = KvSequence::new(sequence.pages.iter().map(|page| page.number()));
             seq.len = prompt_tokens;

@@ -156,7 +156,7 @@ impl Prefill {
         let ended = match (first, written) {
             // The room's verdict tells why.
             _ if room.state().is_terminal() => Ok(()),
-            (Ok(first), Ok(())) => self.finish(&job, first).await,
+            (Ok(first), Ok(cached_pages)) => self.finish(&job, first, cached_pages).await,
             (_, Err(error)) | (Err(error), _) => Err(error),
         };
         if let Err(error) = ended {
@@ -200,8 +200,9 @@ impl Prefill {
         self.node.compute.run(compute).await?
     }
 
-    /// Writes what has been computed and the decode side does not have, layer by layer.
-    async fn write(&self, job: &Job, mut rows: mpsc::UnboundedReceiver<Rows>) -> Result<()> {
+    /// Writes what has been computed and the decode side does not have, layer by layer. Returns how
+    /// many pages at the beginning it has.
+    async fn write(&self, job: &Job, mut rows: mpsc::UnboundedReceiver<Rows>) -> Result<usize> {
         let granted = job.room.granted().await?;
         let cached_pages = self.cached_pages(&granted, job.pages.len())?;
         let layers = self.node.model.config().layers;
@@ -217,7 +218,7 @@ impl Prefill {
                 self.node.output.say(&Event::Chunk { room, chunk: chunk + 1, of });
             }
         }
-        Ok(())
+        Ok(cached_pages)
     }
 
     /// Pages at the beginning of the prompt that the decode side has.
@@ -235,9 +236,14 @@ impl Prefill {
     }
 
     /// All pages are handed in; the end carries the first token.
-    async fn finish(&self, job: &Job, first: u32) -> Result<()> {
-        let prompt_tokens = u32::try_from(job.tokens.len())?;
-        let aux = AuxRow { room: job.room.id().0, prompt_tokens, first }.to_bytes();
+    async fn finish(&self, job: &Job, first: u32, cached_pages: usize) -> Result<()> {
+        let aux = AuxRow {
+            room: job.room.id().0,
+            prompt_tokens: u32::try_from(job.tokens.len())?,
+            first,
+            checksum: self.node.store.checksum(&job.pages[cached_pages..]),
+        };
+        let aux = aux.to_bytes();
         loop {
             match job.room.finish(aux.clone()) {
                 Err(WriteError::Full) => tokio::time::sleep(RETRY).await,

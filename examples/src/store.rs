@@ -43,6 +43,21 @@ impl PoolStore {
         &self.pool
     }
 
+    /// CRC-32C of all bytes of these pages, in their order: layer by layer, K before V.
+    #[must_use]
+    pub fn checksum(&self, pages: &[u32]) -> u32 {
+        let mut rows = vec![0.0; self.geometry.page()];
+        let mut checksum = 0;
+        for (layer, plane) in (0..self.geometry.layers).flat_map(|l| [(l, Plane::K), (l, Plane::V)])
+        {
+            for &page in pages {
+                self.read(layer, plane, page, 0, &mut rows);
+                checksum = crc32c::crc32c_append(checksum, rows.as_bytes());
+            }
+        }
+        checksum
+    }
+
     /// The region of a page, and the byte of it where the row of `token_offset` begins.
     fn locate(
         &self,
@@ -100,5 +115,14 @@ mod tests {
             plain.read(layer, plane, page, 0, &mut b);
             assert_eq!(a, b);
         }
+    }
+
+    #[test]
+    fn pages_in_each_others_place_have_another_checksum() {
+        let pool = PoolStore::allocate(&ModelConfig::tiny(), 3, 4).unwrap();
+        pool.write(5, Plane::V, 1, 0, &[1.0]);
+        assert_ne!(pool.checksum(&[0, 1]), pool.checksum(&[1, 0]));
+        assert_eq!(pool.checksum(&[0, 1]), pool.checksum(&[2, 1]));
+        assert_eq!(pool.checksum(&[]), 0);
     }
 }

@@ -24,7 +24,7 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
 
 /// As [`block_on`], for at most `timeout`; `None` when it passes first.
 pub fn block_on_timeout<F: Future>(future: F, timeout: Duration) -> Option<F::Output> {
-    drive(future, Some(Instant::now() + timeout))
+    drive(future, Instant::now().checked_add(timeout))
 }
 
 fn drive<F: Future>(future: F, deadline: Option<Instant>) -> Option<F::Output> {

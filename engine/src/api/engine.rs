@@ -1,5 +1,6 @@
 //! The engine: started once in a process, or once a GPU.
 
+use std::collections::HashSet;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -30,7 +31,9 @@ use crate::worker::{MAIL, Queues};
 const OUTBOX: usize = 4096;
 /// How often counters are published through the `metrics` facade.
 const PUBLISH_EVERY: Duration = Duration::from_secs(1);
-/// How long a shutdown waits for sessions to be closed in good order.
+/// Threads of the control plane: one may be held up by a slow log while the other keeps heartbeats.
+const CONTROL_THREADS: usize = 2;
+/// How long a shutdown waits for rooms that it fails to be released.
 const CLOSE_WAIT: Duration = Duration::from_secs(1);
 
 /// An engine could not start.
@@ -129,13 +132,10 @@ impl EngineBuilder {
         let (inbox, take_inbox) = mpsc::channel(MAIL);
         let (control, from_worker) = mpsc::channel(OUTBOX);
         let cards = pools.iter().map(Pool::card).collect();
-        let pages = pools.iter().map(|pool| AtomicU32::new(pool.layout.pages)).collect();
+        let pool_pages: Arc<[AtomicU32]> =
+            pools.iter().map(|pool| AtomicU32::new(pool.layout.pages)).collect();
 
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .thread_name("kvferry-control")
-            .enable_all()
-            .build()?;
+        // The worker first: a runtime must not be dropped where another one runs, and this can fail.
         let (thread, io) = spawn(WorkerSetup {
             config: Arc::clone(&config),
             identity: incarnation,
@@ -143,6 +143,7 @@ impl EngineBuilder {
             queues: Queues { submissions: take_submissions, inbox: take_inbox, control },
             wakeup: Arc::clone(&wakeup),
             pools: pools.into_iter().map(|pool| pool.map).collect(),
+            pool_pages: Arc::clone(&pool_pages),
             stats: Arc::clone(&stats),
         })
         .map_err(|error| match error {
@@ -150,6 +151,21 @@ impl EngineBuilder {
             WorkerError::IoUring(why) => StartError::IoUringRefused { why },
             WorkerError::Os(source) => StartError::Os(source),
         })?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(CONTROL_THREADS)
+            .thread_name("kvferry-control")
+            .enable_all()
+            .build();
+        let runtime = match runtime {
+            Ok(runtime) => runtime,
+            Err(error) => {
+                // With its queue closed the worker stops.
+                let _ = submissions.try_send(Submission::Stop);
+                wakeup.wake();
+                let _ = thread.join();
+                return Err(error.into());
+            }
+        };
         let shared = Arc::new(Shared {
             config: Arc::clone(&config),
             incarnation,
@@ -160,7 +176,8 @@ impl EngineBuilder {
             registry: Registry::default(),
             unreleased: Arc::new(AtomicU32::new(0)),
             next_epoch: AtomicU64::new(1),
-            pages,
+            pool_pages,
+            drained: Mutex::new(HashSet::new()),
             draining: AtomicBool::new(false),
             runtime: runtime.handle().clone(),
         });
@@ -180,7 +197,7 @@ impl EngineBuilder {
             Ok(control) => control,
             Err(source) => {
                 shared.submit_soon(Submission::Stop);
-                worker.join();
+                drop(worker);
                 return Err(match config.listen {
                     Some(addr) => StartError::Listen { addr, source },
                     None => StartError::Os(source),
@@ -215,7 +232,9 @@ pub(crate) struct Shared {
     unreleased: Arc<AtomicU32>,
     next_epoch: AtomicU64,
     /// Pages of each pool; 0 once it is out.
-    pages: Vec<AtomicU32>,
+    pool_pages: Arc<[AtomicU32]>,
+    /// Peers that this engine drains.
+    drained: Mutex<HashSet<Incarnation>>,
     draining: AtomicBool,
     runtime: tokio::runtime::Handle,
 }
@@ -251,13 +270,13 @@ impl Shared {
                     }
                 });
             }
-            // The worker has stopped, and has ended every room before.
+            // The worker has stopped, and ended every room that was submitted before.
             Err(mpsc::error::TrySendError::Closed(_)) => {}
         }
     }
 
     pub(crate) fn pool_pages(&self, pool: PoolId) -> Option<u32> {
-        self.pages
+        self.pool_pages
             .get(pool.index())
             .map(|pages| pages.load(Ordering::Acquire))
             .filter(|&pages| pages > 0)
@@ -280,10 +299,20 @@ struct Worker {
 }
 
 impl Worker {
+    fn take_thread(&self) -> Option<JoinHandle<()>> {
+        self.thread.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
     fn join(&self) {
-        if let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        if let Some(thread) = self.take_thread() {
             let _ = thread.join();
         }
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.join();
         if let Some(runtime) = self.runtime.lock().unwrap_or_else(PoisonError::into_inner).take() {
             // Its tasks have been told to end; waiting for them here could be inside another runtime.
             runtime.shutdown_background();
@@ -389,7 +418,10 @@ impl Engine {
         if shared.draining.load(Ordering::Acquire) {
             return Err(OpenError::Draining);
         }
-        self.check_count(peers.len()).map_err(OpenError::TooMany)?;
+        if peers.iter().flatten().any(|peer| self.is_drained(*peer)) {
+            return Err(OpenError::Draining);
+        }
+        self.reserve(peers.len()).map_err(OpenError::TooMany)?;
         let now = shared.now();
         let cells: Vec<_> = peers
             .iter()
@@ -400,11 +432,30 @@ impl Engine {
             return Err(OpenError::Live(room));
         }
         let deadline = shared.deadline(timeout, shared.config.grant_timeout_ms);
-        let handles = cells.into_iter().map(|(peer, cell)| {
-            shared.submit_soon(Submission::Open { cell: Arc::clone(&cell), peer, deadline });
-            SendRoom::new(HandleCore { cell, shared: Arc::downgrade(shared) })
-        });
-        Ok(handles.collect())
+        let mut rooms = Vec::with_capacity(cells.len());
+        let mut refused = None;
+        for (peer, cell) in cells {
+            let open = Submission::Open { cell: Arc::clone(&cell), peer, deadline };
+            match shared.submit(open) {
+                Ok(()) => {
+                    let core = HandleCore { cell, shared: Arc::downgrade(shared) };
+                    rooms.push(SendRoom::new(core));
+                }
+                Err(error) => {
+                    // Rooms of a group that were opened before it are given up with their handles.
+                    cell.give_up();
+                    cell.release();
+                    refused = Some(error);
+                }
+            }
+        }
+        match refused {
+            None => Ok(rooms),
+            Some(error) => {
+                shared.registry.tidy(Role::Sender, room);
+                Err(if error == WriteError::Full { OpenError::Full } else { OpenError::Draining })
+            }
+        }
     }
 
     /// Grants pages to a room of a peer: from now until it has ended, the peer may write them.
@@ -441,11 +492,12 @@ impl Engine {
             return Err(GrantError::Draining);
         }
         match shared.peers.get(peer).map(|peer| peer.health) {
+            Some(_) if self.is_drained(peer) => return Err(GrantError::PeerDraining(peer)),
             Some(PeerHealth::Up | PeerHealth::Reconnecting) => {}
             Some(PeerHealth::Draining) => return Err(GrantError::PeerDraining(peer)),
             Some(PeerHealth::Gone { .. }) | None => return Err(GrantError::NoPeer(peer)),
         }
-        self.check_count(1).map_err(GrantError::TooMany)?;
+        self.reserve(1).map_err(GrantError::TooMany)?;
         let cell = RoomCell::new(spec.room, Role::Receiver, shared.now().0, &shared.unreleased);
         if !shared.registry.enter(Role::Receiver, spec.room, &[(Some(peer), Arc::clone(&cell))]) {
             cell.release();
@@ -474,13 +526,16 @@ impl Engine {
         Ok(RecvRoom { core: HandleCore { cell, shared: Arc::downgrade(shared) } })
     }
 
-    fn check_count(&self, more: usize) -> Result<(), u32> {
-        let live = self.shared.unreleased.load(Ordering::Relaxed);
-        if live as usize + more > self.shared.config.max_rooms as usize {
-            Err(live)
-        } else {
-            Ok(())
-        }
+    /// Takes places for rooms; they are given back when the rooms are released.
+    fn reserve(&self, more: usize) -> Result<(), u32> {
+        let limit = self.shared.config.max_rooms;
+        let more = u32::try_from(more).unwrap_or(u32::MAX);
+        let add = |live: u32| live.checked_add(more).filter(|&sum| sum <= limit);
+        self.shared.unreleased.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).map(drop)
+    }
+
+    fn is_drained(&self, peer: Incarnation) -> bool {
+        self.shared.drained.lock().unwrap_or_else(PoisonError::into_inner).contains(&peer)
     }
 
     /// Takes a pool out of the engine: its memory is the caller's again when this returns. Peers are
@@ -489,21 +544,14 @@ impl Engine {
     /// # Errors
     /// [`DeregisterError::Busy`] while rooms use it; it stays usable.
     pub async fn deregister_pool(&self, pool: PoolId) -> Result<(), DeregisterError> {
-        let shared = &self.shared;
-        let pages = shared.pages.get(pool.index()).ok_or(DeregisterError::NoSuchPool(pool))?;
-        // Nothing new may be granted of it between the worker's look and now.
-        let before = pages.swap(0, Ordering::AcqRel);
-        if before == 0 {
+        if self.shared.pool_pages(pool).is_none() {
             return Err(DeregisterError::NoSuchPool(pool));
         }
         let (reply, answer) = oneshot::channel();
-        shared.submit_soon(Submission::DropPool { pool, reply });
+        self.shared.submit_soon(Submission::DropPool { pool, reply });
         match answer.await {
             Ok(0) => Ok(()),
-            Ok(rooms) => {
-                pages.store(before, Ordering::Release);
-                Err(DeregisterError::Busy { pool, rooms })
-            }
+            Ok(rooms) => Err(DeregisterError::Busy { pool, rooms }),
             Err(_) => Err(DeregisterError::Stopped),
         }
     }
@@ -511,6 +559,8 @@ impl Engine {
     /// Takes no more rooms with a peer, tells it so, and waits until those there are have ended and
     /// are released.
     pub async fn drain_peer(&self, peer: Incarnation) {
+        self.shared.drained.lock().unwrap_or_else(PoisonError::into_inner).insert(peer);
+        self.shared.submit_soon(Submission::Drain { peer: Some(peer) });
         self.control.drain(Some(peer));
         self.idle(Some(peer)).await;
     }
@@ -526,6 +576,7 @@ impl Engine {
     /// itself.
     pub async fn shutdown(self, deadline: Duration) -> bool {
         self.shared.draining.store(true, Ordering::Release);
+        self.shared.submit_soon(Submission::Drain { peer: None });
         self.control.drain(None);
         let (reply, answer) = oneshot::channel();
         self.shared.submit_soon(Submission::WhenIdle { peer: None, reply });
@@ -536,8 +587,9 @@ impl Engine {
         idle
     }
 
-    /// Ends every room and closes every session; the worker and the runtime are joined on drop.
+    /// Ends every room, closes every session, and waits for the worker.
     async fn stop(&self) {
+        let Some(thread) = self.worker.take_thread() else { return };
         self.shared.draining.store(true, Ordering::Release);
         let (reply, answer) = oneshot::channel();
         self.shared.submit_soon(Submission::Stop);
@@ -545,8 +597,9 @@ impl Engine {
         let control = self.control.clone();
         let task = self.shared.runtime.spawn(async move {
             let _ = tokio::time::timeout(CLOSE_WAIT, answer).await;
-            let _ = tokio::time::timeout(CLOSE_WAIT, control.shutdown("the engine was shut down"))
-                .await;
+            // Bounded by itself.
+            control.shutdown("the engine was shut down").await;
+            let _ = tokio::task::spawn_blocking(move || thread.join()).await;
         });
         let _ = task.await;
     }
@@ -554,9 +607,6 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        if self.worker.thread.lock().unwrap_or_else(PoisonError::into_inner).is_some() {
-            crate::block_on(self.stop());
-            self.worker.join();
-        }
+        crate::block_on(self.stop());
     }
 }

@@ -10,8 +10,8 @@ use crate::peers::FabricInfo;
 use crate::room::cell::RoomCell;
 use crate::worker::submit::Submission;
 
-/// A room as its caller sees it. Everything here is a read of a few atomics: nothing waits, nothing
-/// asks the worker.
+/// A room as its caller sees it. Nothing here waits. A state is read from a few atomics; a report also
+/// looks the peer up.
 pub trait RoomHandle {
     /// Where the room stands, as SGLang's `KVPoll` numbers it.
     fn state(&self) -> RoomState;
@@ -140,6 +140,7 @@ impl HandleCore {
 
 impl Drop for HandleCore {
     fn drop(&mut self) {
+        self.cell.give_up();
         self.abort("its handle was dropped before it ended".to_owned());
         if let Some(shared) = self.shared.upgrade() {
             shared.registry.tidy(self.cell.role, self.cell.room);

@@ -6,6 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use crate::ids::{Incarnation, Role, RoomId};
 use crate::room::cell::RoomCell;
 
+/// Places for entries that are kept when there are none.
+const ENTRIES_KEPT: usize = 1024;
+
 type Entry = (Option<Incarnation>, Weak<RoomCell>);
 
 /// Rooms by id. Touched when a room is opened and when its handle is dropped.
@@ -42,7 +45,8 @@ impl Registry {
                 table.remove(&(role, room));
             }
         }
-        if table.capacity() > 1024 && table.len() < table.capacity() / 8 {
+        // A burst of rooms leaves no table of its size behind.
+        if table.capacity() > ENTRIES_KEPT && table.len() < table.capacity() / 8 {
             table.shrink_to_fit();
         }
     }
@@ -53,5 +57,5 @@ impl Registry {
 }
 
 fn is_live(cell: &Weak<RoomCell>) -> bool {
-    cell.upgrade().is_some_and(|cell| !cell.state().is_terminal())
+    cell.upgrade().is_some_and(|cell| cell.holds_its_id())
 }

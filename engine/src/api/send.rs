@@ -1,8 +1,8 @@
 //! The prefill side of a room.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -51,6 +51,9 @@ pub enum OpenError {
     /// `max_rooms` rooms are live or unreleased.
     #[error("{0} rooms are live, as many as max_rooms allows; let some end, or raise it")]
     TooMany(u32),
+    /// The worker's queue is full.
+    #[error("the queue is full; try again later")]
+    Full,
     /// A group of no rooms.
     #[error("a group needs at least one room")]
     EmptyGroup,
@@ -188,12 +191,14 @@ pub struct GrantedPages {
 #[derive(Debug)]
 pub struct SendRoom {
     pub(super) core: HandleCore,
-    finished: std::sync::atomic::AtomicBool,
+    /// Whether `finish` was called. Held while something is submitted, so that no chunk is taken
+    /// behind the finish. It is this room's alone.
+    finished: Mutex<bool>,
 }
 
 impl SendRoom {
     pub(super) const fn new(core: HandleCore) -> Self {
-        Self { core, finished: std::sync::atomic::AtomicBool::new(false) }
+        Self { core, finished: Mutex::new(false) }
     }
 
     /// The room's id.
@@ -229,6 +234,10 @@ impl SendRoom {
     pub fn try_write(&self, chunk: &Chunk) -> Result<(), WriteError> {
         let Some(chunk) = self.checked(chunk)? else { return Ok(()) };
         let shared = self.core.shared.upgrade().ok_or(WriteError::Stopped)?;
+        let finished = self.finished();
+        if *finished {
+            return Err(WriteError::Finished);
+        }
         let queued = &self.core.cell.queued_chunks;
         if queued.fetch_add(1, Ordering::SeqCst) >= shared.config.max_queued_chunks {
             queued.fetch_sub(1, Ordering::SeqCst);
@@ -238,6 +247,10 @@ impl SendRoom {
         shared.submit(Submission::Write { cell, chunk }).inspect_err(|_| {
             queued.fetch_sub(1, Ordering::SeqCst);
         })
+    }
+
+    fn finished(&self) -> MutexGuard<'_, bool> {
+        self.finished.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Queues a chunk, waiting for the grant and for room in the queue.
@@ -280,7 +293,7 @@ impl SendRoom {
     /// room is done when the receiver says so.
     ///
     /// # Errors
-    /// [`WriteError`]; nothing is lost by calling it again.
+    /// [`WriteError`], never [`WriteError::Full`].
     pub fn finish(&self, aux: Bytes) -> Result<(), WriteError> {
         self.check_live()?;
         let granted =
@@ -289,13 +302,13 @@ impl SendRoom {
             return Err(WriteError::AuxTooLong { bytes: aux.len(), granted });
         }
         let shared = self.core.shared.upgrade().ok_or(WriteError::Stopped)?;
-        if self.finished.swap(true, Ordering::AcqRel) {
+        let mut finished = self.finished();
+        if std::mem::replace(&mut *finished, true) {
             return Err(WriteError::Finished);
         }
         let cell = Arc::clone(&self.core.cell);
-        shared
-            .submit(Submission::Finish { cell, aux })
-            .inspect_err(|_| self.finished.store(false, Ordering::Release))
+        shared.submit_soon(Submission::Finish { cell, aux });
+        Ok(())
     }
 
     /// Waits for the room's end. A sender is done only when the receiver said that all has landed.
@@ -317,7 +330,7 @@ impl SendRoom {
         match self.core.cell.verdict() {
             Some(Err(failure)) => Err(WriteError::Ended(Some(Box::new(failure.clone())))),
             Some(Ok(())) => Err(WriteError::Ended(None)),
-            None if self.finished.load(Ordering::Acquire) => Err(WriteError::Finished),
+            None if *self.finished() => Err(WriteError::Finished),
             None => Ok(()),
         }
     }

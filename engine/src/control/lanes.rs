@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use rustix::net::sockopt::set_tcp_congestion;
+use rustix::net::sockopt::{set_tcp_congestion, set_tcp_user_timeout};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::Instant;
@@ -203,11 +203,14 @@ pub(super) struct ReadyLane {
     pub(super) leaves_host: bool,
 }
 
-/// Makes a connected stream into one for the worker: no delay, non-blocking.
-pub(super) fn ready(stream: TcpStream) -> io::Result<ReadyLane> {
+/// Makes a connected stream into one for the worker: no delay, non-blocking, and given up when the
+/// other end acknowledges nothing for `silent_ms`.
+pub(super) fn ready(stream: TcpStream, silent_ms: u64) -> io::Result<ReadyLane> {
     let local = canonical(stream.local_addr()?);
     let remote = canonical(stream.peer_addr()?);
     stream.set_nodelay(true)?;
+    // A lane whose bytes nobody acknowledges must not outlive the peer's silence by quarters of an hour.
+    let _ = set_tcp_user_timeout(&stream, u32::try_from(silent_ms).unwrap_or(u32::MAX));
     if is_loopback(&remote) {
         // A host-wide BBR paces loopback far below what it can do. Where Reno may not be chosen the
         // lane is slower, not broken. Across a network the host's choice stands.

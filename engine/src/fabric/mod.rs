@@ -52,8 +52,11 @@ pub(crate) enum Event {
     Acked { tag: RoomTag, landed: Landed },
     /// A frame was drained by the peer and not placed.
     Rejected { tag: RoomTag, lane: u16, reason: RejectReason },
-    /// A lane went down with this frame unacknowledged; whether it was placed is not known.
+    /// A lane went down with this frame sent, in part or whole, and unacknowledged; whether it was
+    /// placed is not known.
     Lost { tag: RoomTag, lane: u16 },
+    /// A lane went down before this frame was begun: it can be posted again.
+    Returned { peer: PeerIndex, posting: Box<Posting> },
     /// A lane is closed; nothing of it is in flight. All its `Lost` came before.
     LaneDown { peer: PeerIndex, lane: u16, cause: String },
     /// After [`Fabric::retract`]: nothing will be read from the room's pages any more.
@@ -88,16 +91,20 @@ pub(crate) trait Fabric {
     /// Queues a frame on the lane of the peer that has the most room. Only after [`Fabric::has_room`].
     fn post(&mut self, peer: PeerIndex, posting: Posting);
 
-    /// Stops reading from a room's pages; [`Event::SourceQuiet`] follows.
-    fn retract(&mut self, tag: RoomTag);
+    /// Stops reading from the pages of a room with a peer; [`Event::SourceQuiet`] follows.
+    fn retract(&mut self, peer: PeerIndex, tag: RoomTag);
 
-    /// Stops placing in a room's pages; [`Event::TargetQuiet`] follows. The gate must refuse the room
-    /// from now on.
-    fn revoke(&mut self, slot: u32, epoch: Epoch);
+    /// Stops placing in the pages of a room with a peer; [`Event::TargetQuiet`] follows. The gate must
+    /// refuse the room from now on.
+    fn revoke(&mut self, peer: PeerIndex, slot: u32, epoch: Epoch);
 
     /// Starts what can be started and reaps what has completed, without blocking. Says whether
     /// anything happened.
     fn poll(&mut self, gate: &mut impl Gate, events: &mut Vec<Event>) -> bool;
+
+    /// Closes every lane and waits until nothing of them is in flight. Says whether that could be: if
+    /// not, the kernel may still read and write what the caller must then never free.
+    fn close(&mut self) -> bool;
 
     /// Sleeps until something completes, the worker is woken, or the time is over.
     fn sleep(&mut self, timeout: Duration);

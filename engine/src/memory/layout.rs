@@ -306,6 +306,24 @@ pub(crate) struct Pairing {
     pub(crate) remote_stride: u64,
 }
 
+/// Farthest apart that a peer's pages may lie, in bytes: a terabyte, more than any host's pool.
+const PAGE_STRIDE_MAX: u64 = 1 << 40;
+
+impl PoolCard {
+    /// Checks what a peer says of a pool.
+    ///
+    /// # Errors
+    /// What is wrong with it, in words.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        self.layout.validate().map_err(|error| error.to_string())?;
+        let (stride, page_bytes) = (self.page_stride, self.layout.page_bytes());
+        if stride != 0 && !(page_bytes..=PAGE_STRIDE_MAX).contains(&stride) {
+            return Err(format!("pages of {page_bytes} bytes cannot lie {stride} bytes apart"));
+        }
+        Ok(())
+    }
+}
+
 impl Pairing {
     /// Bytes that one page write moves.
     pub(crate) const fn piece_bytes(&self) -> u64 {

@@ -3,7 +3,7 @@
 use std::ptr::NonNull;
 
 use rustix::fd::OwnedFd;
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
@@ -45,8 +45,10 @@ impl Mapping {
 
     fn with_flags(bytes: usize, page_bytes: usize, flags: MemfdFlags) -> Result<Self, Errno> {
         let bytes = bytes.max(1).checked_next_multiple_of(page_bytes).ok_or(Errno::NOMEM)?;
-        let fd = memfd_create("kvferry", flags | MemfdFlags::CLOEXEC)?;
+        let fd = memfd_create("kvferry", flags | MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&fd, bytes as u64)?;
+        // Whoever is handed the fd must not be able to pull the memory from under the mapping.
+        fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         // SAFETY: a fresh mapping at an address of the kernel's choosing overlaps nothing.
         let addr = unsafe {
             mmap(

@@ -13,7 +13,7 @@ pub use layout::{Dtype, HeadOrder, LayoutError, LayoutMismatch, Planes, PoolLayo
 pub(crate) use layout::{PageSlice, Pairing, PoolCard, pair_all};
 pub(crate) use pool::PageMap;
 pub use pool::{PageArray, Pool, PoolId};
-pub use region::{AllocError, AllocOptions, Region, RegionBusy, RegionKind, RegionRangeError};
+pub use region::{AllocError, AllocOptions, IntoVecError, Region, RegionKind, RegionRangeError};
 
 /// Most pools in one engine: target, draft and a handful of state pools, with room to spare.
 pub const POOLS_MAX: usize = 16;

@@ -18,25 +18,41 @@ use super::map::Mapping;
 #[derive(Clone, Debug)]
 pub struct Region(Arc<Inner>);
 
-#[derive(Debug)]
 struct Inner {
     addr: NonNull<u8>,
     bytes: usize,
     backing: Backing,
     /// Orders `read_at` and `write_at` of different threads. The engine does not take it: it touches
-    /// only granted pages and pages being written, which a correct caller leaves alone.
+    /// only granted pages, aux slots and pages being written, which a correct caller leaves alone.
     access: RwLock<()>,
 }
 
-#[derive(Debug)]
+impl std::fmt::Debug for Inner {
+    /// Where and what, never the content: it is large, and it changes.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let kind = match &self.backing {
+            Backing::Mapped(_) => "memfd",
+            Backing::Owned(_) => "owned",
+            Backing::Vouched => "vouched",
+        };
+        let (addr, bytes) = (self.addr, self.bytes);
+        f.debug_struct("Region")
+            .field("addr", &addr)
+            .field("bytes", &bytes)
+            .field("kind", &kind)
+            .finish()
+    }
+}
+
 enum Backing {
     Mapped(Mapping),
     Owned(Vec<u8>),
     Vouched,
 }
 
-// SAFETY: `addr` points to memory that the backing owns or that a caller vouched for; it is
-// dereferenced only in this file under `access`, and by the engine within granted pages.
+// SAFETY: `addr` points to memory that the backing owns or that a caller vouched for. Callers reach it
+// through this file under `access`; the engine touches granted pages, aux slots and queued source pages,
+// which a correct caller leaves alone meanwhile.
 unsafe impl Send for Inner {}
 // SAFETY: as above.
 unsafe impl Sync for Inner {}
@@ -94,16 +110,26 @@ pub struct RegionRangeError {
     pub bytes: usize,
 }
 
-/// The region is still used; it is handed back unchanged.
+/// A region's memory cannot be handed out; the region is handed back unchanged.
 #[derive(Debug, thiserror::Error)]
-#[error(
-    "the region is still used by {users} pools, rooms or handles; deregister and drop them first"
-)]
-pub struct RegionBusy {
-    /// The region, still valid.
-    pub region: Region,
-    /// Other holders at the time of asking.
-    pub users: usize,
+#[non_exhaustive]
+pub enum IntoVecError {
+    /// It is still used.
+    #[error(
+        "the region is still used by {users} pools, rooms or handles; deregister and drop them first"
+    )]
+    Busy {
+        /// The region, still valid.
+        region: Region,
+        /// Other holders at the time of asking.
+        users: usize,
+    },
+    /// It was not moved in by [`Region::from_vec`].
+    #[error("the region's memory was not moved in; drop the region to let it go")]
+    NotOwned {
+        /// The region, still valid.
+        region: Region,
+    },
 }
 
 impl Region {
@@ -146,8 +172,8 @@ impl Region {
     ///
     /// # Safety
     /// `addr` must point to `bytes` bytes of readable and writable CPU memory that stay mapped until
-    /// every clone of the region is dropped and every room that used it is released. While a room has
-    /// pages of it granted or queued, nobody may hold a Rust reference to those bytes.
+    /// every clone of the region is dropped and every room that used it is released. As long, nobody
+    /// may hold a Rust reference to any of those bytes, nor name them by another region.
     #[must_use]
     pub unsafe fn from_raw(addr: NonNull<u8>, bytes: usize) -> Self {
         Self(Arc::new(Inner { addr, bytes, backing: Backing::Vouched, access: RwLock::new(()) }))
@@ -221,22 +247,35 @@ impl Region {
         Ok(())
     }
 
-    /// Gives memory moved in by [`Region::from_vec`] back to its owner, or an empty vector for memory
-    /// of another kind (which is unmapped or let go).
+    /// Gives memory moved in by [`Region::from_vec`] back to its owner.
     ///
     /// # Errors
-    /// [`RegionBusy`] while a pool, a room or another handle uses it.
-    pub fn into_vec(self) -> Result<Vec<u8>, RegionBusy> {
+    /// [`IntoVecError::Busy`] while a pool, a room or another handle uses it,
+    /// [`IntoVecError::NotOwned`] for memory of another kind.
+    pub fn into_vec(self) -> Result<Vec<u8>, IntoVecError> {
+        if !matches!(self.0.backing, Backing::Owned(_)) {
+            return Err(IntoVecError::NotOwned { region: self });
+        }
         match Arc::try_unwrap(self.0) {
-            Ok(inner) => match inner.backing {
-                Backing::Owned(memory) => Ok(memory),
-                Backing::Mapped(_) | Backing::Vouched => Ok(Vec::new()),
-            },
+            Ok(Inner { backing: Backing::Owned(memory), .. }) => Ok(memory),
+            Ok(other) => Err(IntoVecError::NotOwned { region: Self(Arc::new(other)) }),
             Err(shared) => {
                 let users = Arc::strong_count(&shared).saturating_sub(1).max(1);
-                Err(RegionBusy { region: Self(shared), users })
+                Err(IntoVecError::Busy { region: Self(shared), users })
             }
         }
+    }
+
+    /// As [`Region::write_at`], for the engine: into an aux slot, which is the engine's while granted,
+    /// so that the lock, which a caller may hold for long, is not taken.
+    pub(crate) fn place_at(&self, offset: usize, bytes: &[u8]) -> Result<(), RegionRangeError> {
+        let to = self.check(offset, bytes.len())?.start;
+        // SAFETY: the range was checked to lie in the region; the slot is granted, so its owner leaves
+        // it alone until the room has ended; `bytes` is the worker's own and cannot overlap it.
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.as_ptr().add(to), bytes.len());
+        };
+        Ok(())
     }
 
     pub(crate) fn check(
@@ -277,10 +316,11 @@ mod tests {
     fn a_used_region_is_not_given_back_and_stays_valid() {
         let region = Region::from_vec(vec![7; 16]);
         let user = region.clone();
-        let busy = region.into_vec().unwrap_err();
-        assert_eq!(busy.users, 1);
+        let error = region.into_vec().unwrap_err();
+        assert!(!format!("{error:?}").contains("7, 7"), "its content is printed");
+        let IntoVecError::Busy { region, users: 1 } = error else { panic!("{error}") };
         drop(user);
-        assert_eq!(busy.region.into_vec().unwrap(), vec![7; 16]);
+        assert_eq!(region.into_vec().unwrap(), vec![7; 16]);
     }
 
     #[test]

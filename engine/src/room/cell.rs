@@ -36,6 +36,8 @@ pub(crate) struct RoomCell {
     changed: Notify,
     /// Somebody waits for room to hand in a chunk.
     wants_room: AtomicBool,
+    /// Its handle was dropped: nobody can ask for it any more, and its id may be used again.
+    given_up: AtomicBool,
     /// The engine's count of rooms that are not released.
     unreleased: Arc<AtomicU32>,
 }
@@ -67,14 +69,13 @@ const NEVER: u64 = u64::MAX;
 pub(crate) const NO_SLOT: u32 = u32::MAX;
 
 impl RoomCell {
-    /// A room, counted in `unreleased` until it is released.
+    /// A room that was counted in `unreleased` and is until it is released.
     pub(crate) fn new(
         room: RoomId,
         role: Role,
         now_us: u64,
         unreleased: &Arc<AtomicU32>,
     ) -> Arc<Self> {
-        unreleased.fetch_add(1, Ordering::Relaxed);
         Arc::new(Self {
             room,
             role,
@@ -94,6 +95,7 @@ impl RoomCell {
             aux: OnceLock::new(),
             changed: Notify::new(),
             wants_room: AtomicBool::new(false),
+            given_up: AtomicBool::new(false),
             unreleased: Arc::clone(unreleased),
         })
     }
@@ -105,6 +107,15 @@ impl RoomCell {
             Some(Err(_)) => RoomState::Failed,
             None => RoomState::from_u8(self.state.load(Ordering::Acquire)),
         }
+    }
+
+    /// Whether the room's id is taken by it.
+    pub(crate) fn holds_its_id(&self) -> bool {
+        !self.given_up.load(Ordering::Acquire) && !self.state().is_terminal()
+    }
+
+    pub(crate) fn give_up(&self) {
+        self.given_up.store(true, Ordering::Release);
     }
 
     pub(crate) fn is_released(&self) -> bool {
@@ -180,7 +191,7 @@ impl RoomCell {
         }
     }
 
-    /// State only moves forward: to a higher number, or to the end.
+    /// Shows the state that the room's core is in; the core only moves forward.
     pub(crate) fn advance(&self, state: RoomState) {
         if self.state.load(Ordering::Relaxed) != state as u8 {
             self.state.store(state as u8, Ordering::Release);
@@ -199,6 +210,11 @@ impl RoomCell {
 
     pub(crate) fn chunk_posted(&self) {
         self.chunks.fetch_add(1, Ordering::Relaxed);
+        self.chunk_dropped();
+    }
+
+    /// A chunk waits no longer, posted or not.
+    pub(crate) fn chunk_dropped(&self) {
         self.queued_chunks.fetch_sub(1, Ordering::SeqCst);
         if self.wants_room.load(Ordering::SeqCst) && self.wants_room.swap(false, Ordering::SeqCst) {
             self.changed.notify_waiters();

@@ -223,9 +223,7 @@ impl Greeting {
             Self::Proof { pools, .. } | Self::Welcome { pools } => {
                 bound("pools", pools.len(), POOLS_MAX)?;
                 for card in pools {
-                    card.layout
-                        .validate()
-                        .map_err(|error| MessageError::Invalid(error.to_string()))?;
+                    card.check().map_err(MessageError::Invalid)?;
                 }
             }
             Self::Refused(_) => {}
@@ -253,12 +251,12 @@ impl Message {
                     GRANT_PAGES_MAX,
                 )?;
                 bound("note bytes", grant.note.len(), GRANT_NOTE_BYTES_MAX)?;
+                bound("granted aux bytes", grant.aux_bytes as usize, AUX_BYTES_MAX)?;
             }
             Self::Finished { aux, .. } => bound("aux bytes", aux.len(), AUX_BYTES_MAX)?,
             Self::Failed { failure, .. } => {
                 // Kept and shown, so its texts are cut rather than refused.
-                let kept = failure.as_ref().clone().bounded();
-                **failure = kept;
+                failure.bound();
             }
             Self::LaneTokens { tokens } => {
                 bound("lanes", tokens.len(), crate::config::LANES_MAX as usize)?

@@ -18,7 +18,7 @@ pub(crate) mod wake;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use tokio::sync::{mpsc, oneshot};
 
@@ -26,7 +26,6 @@ use self::mail::{PeerUp, ToControl, ToWorker};
 use self::peers::{Peer, Peers};
 use self::receiving::{Grants, Receiving};
 use self::sending::Sending;
-use self::slots::Slots;
 use self::stats::{SharedStats, Stats};
 use self::submit::Submission;
 pub(crate) use self::timers::Timer;
@@ -48,6 +47,9 @@ const SUBMISSIONS_PER_TURN: usize = 512;
 /// all that was there when it began.
 pub(crate) const MAIL: usize = 4096;
 
+/// Callers reserve a place for a room before they submit it.
+const TABLE_FULL: &str = "the engine's room table is full, which was checked before; report it";
+
 /// Where a worker's work comes from and goes to.
 #[derive(Debug)]
 pub(crate) struct Queues {
@@ -64,6 +66,8 @@ pub(crate) struct Worker<F: Fabric> {
     queues: Queues,
     /// Our pools; `None` once forgotten.
     pools: Vec<Option<Arc<PageMap>>>,
+    /// Pages of each pool as callers see it; 0 once forgotten.
+    pool_pages: Arc<[AtomicU32]>,
     peers: Peers,
     sending: Sending,
     receiving: Receiving,
@@ -75,6 +79,8 @@ pub(crate) struct Worker<F: Fabric> {
     due: Vec<Timer>,
     to_control: VecDeque<ToControl>,
     idle_waiters: Vec<(Option<Incarnation>, oneshot::Sender<()>)>,
+    /// Grants that find no open room are refused.
+    draining: bool,
     stopping: bool,
     stats: Stats,
     shared_stats: Arc<SharedStats>,
@@ -85,7 +91,7 @@ impl<F: Fabric> Worker<F> {
         identity: Incarnation,
         fabric: F,
         queues: Queues,
-        pools: Vec<Arc<PageMap>>,
+        (pools, pool_pages): (Vec<Arc<PageMap>>, Arc<[AtomicU32]>),
         max_rooms: usize,
         max_peers: usize,
         shared_stats: Arc<SharedStats>,
@@ -95,8 +101,9 @@ impl<F: Fabric> Worker<F> {
             fabric,
             queues,
             pools: pools.into_iter().map(Some).collect(),
+            pool_pages,
             // Peers that are given up keep their place until their lanes are down.
-            peers: Peers(Slots::new(max_peers.saturating_mul(2))),
+            peers: Peers::new(max_peers.saturating_mul(2)),
             sending: Sending::new(max_rooms),
             receiving: Receiving::new(max_rooms),
             timers: Timers::default(),
@@ -106,6 +113,7 @@ impl<F: Fabric> Worker<F> {
             due: Vec::new(),
             to_control: VecDeque::new(),
             idle_waiters: Vec::new(),
+            draining: false,
             stopping: false,
             stats: Stats::default(),
             shared_stats,
@@ -179,6 +187,7 @@ impl<F: Fabric> Worker<F> {
                 Submission::DropPool { pool, reply } => {
                     let _ = reply.send(self.drop_pool(pool));
                 }
+                Submission::Drain { peer } => self.drain(peer),
                 Submission::Stop => self.stop(now),
             }
         }
@@ -231,28 +240,32 @@ impl<F: Fabric> Worker<F> {
         let PeerUp { peer, addr, pairings, outbox } = up;
         let (index, known) = match self.peers.find(peer) {
             Some(index) => (index, true),
-            None => match self.peers.0.insert(Peer::new(peer, addr.to_string())) {
-                Ok((index, _)) => (PeerIndex(index), false),
-                Err(_) => {
-                    let cause = "the worker's peer table is full".to_owned();
-                    self.to_control.push_back(ToControl::Expel { peer, cause });
-                    return;
-                }
+            None => match self.peers.insert(Peer::new(peer, addr.to_string(), pairings.clone())) {
+                Some(index) => (index, false),
+                None => return self.expel(peer, "the worker's peer table is full"),
             },
         };
-        if let Some(peer) = self.peers.get_mut(index) {
-            peer.addr = addr.to_string();
-            peer.session_up(pairings, outbox);
+        let Some(entry) = self.peers.get_mut(index) else { return };
+        if !entry.is_same(&pairings) {
+            // Its rooms were checked against the layouts it had.
+            return self.expel(peer, "it came back with other layouts than it had");
+        }
+        entry.session_up(addr.to_string(), outbox);
+        // Ends before beginnings: an id that is used again must have ended first. A peer that was given
+        // up and comes back, having been stopped, hears what became of its rooms.
+        let told: Vec<Message> = self.verdicts.of(peer).cloned().collect();
+        for message in told {
+            self.peers.tell(index, message);
         }
         if known {
-            self.resume_receivers(now, index);
             self.resume_senders(index);
-            let told: Vec<Message> = self.verdicts.of(peer).cloned().collect();
-            for message in told {
-                self.peers.tell(index, message);
-            }
+            self.resume_receivers(now, index);
         }
         self.peers.tell(index, Message::Sync);
+    }
+
+    fn expel(&mut self, peer: Incarnation, cause: &str) {
+        self.to_control.push_back(ToControl::Expel { peer, cause: cause.to_owned() });
     }
 
     fn message(&mut self, now: Micros, peer: PeerIndex, message: Message) {
@@ -261,12 +274,16 @@ impl<F: Fabric> Worker<F> {
             Message::Finished { epoch, sent, aux, .. } => {
                 self.told_finished(now, peer, epoch, sent, aux)
             }
-            Message::Landed { epoch, .. } => self.sender_told(now, peer, epoch, Ok(())),
-            Message::Failed { epoch, to: Role::Sender, failure, .. } => {
-                self.sender_told(now, peer, epoch, Err(*failure));
+            Message::Landed { room, epoch, .. } => {
+                self.sender_told(now, peer, (room, epoch), Ok(()));
             }
-            Message::Failed { epoch, to: Role::Receiver, failure, .. } => {
-                self.receiver_told_failed(now, peer, epoch, *failure);
+            Message::Failed { room, epoch, to, mut failure } => {
+                // Whatever it says of itself, it is about this room.
+                (failure.room, failure.epoch) = (room, epoch);
+                match to {
+                    Role::Sender => self.sender_told(now, peer, (room, epoch), Err(*failure)),
+                    Role::Receiver => self.receiver_told_failed(now, peer, epoch, *failure),
+                }
             }
             // On lanes nothing lands without a grant, so the receiver need not wait for this.
             Message::Drained { .. } => {}
@@ -284,11 +301,7 @@ impl<F: Fabric> Worker<F> {
         let Some(index) = self.peers.find(peer) else { return };
         self.fail_senders_of(now, index, kind, causes);
         self.fail_receivers_of(now, index, kind, causes);
-        self.verdicts.forget(peer);
-        if let Some(peer) = self.peers.get_mut(index) {
-            peer.session_down();
-            peer.gone = true;
-        }
+        self.peers.give_up(index);
         self.fabric.close_peer(index, "the peer is gone");
         self.bury(index);
     }
@@ -298,7 +311,7 @@ impl<F: Fabric> Worker<F> {
         let over = self.peers.get(index).is_some_and(|peer| peer.gone && peer.lanes == 0);
         if over && !self.rooms_with(index) {
             self.posting.retain(|&posting| posting != index);
-            self.peers.0.remove(index.0);
+            self.peers.remove(index);
         }
     }
 
@@ -353,6 +366,18 @@ impl<F: Fabric> Worker<F> {
                 }
                 self.bury(peer);
             }
+            Event::Returned { peer, posting } => {
+                let tag = posting.tag;
+                let live = self.sending.rooms.get_exact(tag.slot, tag.generation);
+                if live.is_some_and(|room| room.core.may_post())
+                    && let Some(known) = self.peers.get_mut(peer).filter(|known| !known.gone)
+                {
+                    known.returned.push_back(*posting);
+                    if !self.posting.contains(&peer) {
+                        self.posting.push(peer);
+                    }
+                }
+            }
             Event::SourceQuiet { tag } => {
                 self.source_quiet(tag);
                 self.after_release();
@@ -392,10 +417,16 @@ impl<F: Fabric> Worker<F> {
                 Err(mpsc::error::TrySendError::Closed(_)) => {}
             }
         }
-        for peer in self.peers.0.iter_mut().filter(|peer| peer.has_backlog()) {
-            sent |= peer.flush();
+        for peer in std::mem::take(&mut self.peers.deaf) {
+            self.expel(peer, "it does not read what it is answered");
+            sent = true;
         }
-        sent
+        sent | self.peers.flush()
+    }
+
+    /// Whether something waits for a queue to have room; nobody wakes the worker for that.
+    pub(crate) fn has_backlog(&self) -> bool {
+        self.peers.has_backlog() || !self.to_control.is_empty()
     }
 
     fn abort(&mut self, now: Micros, cell: &RoomCell, kind: FailureKind, cause: String) {
@@ -427,15 +458,49 @@ impl<F: Fabric> Worker<F> {
         self.stopping = true;
         let causes = vec!["the engine was shut down".to_owned()];
         for slot in self.sending.rooms.indices() {
-            self.step_sender(now, slot, SenderEvent::Fault(FailureKind::Shutdown), causes.clone());
+            let event = SenderEvent::Fault(FailureKind::Shutdown);
+            self.step_sender(now, slot, event, causes.clone());
         }
         for slot in self.receiving.rooms.indices() {
-            self.step_receiver(
-                now,
-                slot,
-                ReceiverEvent::Fault(FailureKind::Shutdown),
-                causes.clone(),
-            );
+            let event = ReceiverEvent::Fault(FailureKind::Shutdown);
+            self.step_receiver(now, slot, event, causes.clone());
+        }
+    }
+
+    /// Ends the worker: what is still queued is answered, lanes are closed, and every room that is
+    /// left, which only a panic leaves, is ended and released. Says whether the kernel let go of all
+    /// memory.
+    pub(crate) fn close(&mut self, now: Micros, cause: &str) -> bool {
+        self.stopping = true;
+        self.queues.submissions.close();
+        while self.take_submissions(now) {}
+        let closed = self.fabric.close();
+        let sending = self.sending.rooms.iter().map(|(_, room)| Arc::clone(&room.cell));
+        let receiving = self.receiving.rooms.iter().map(|(_, room)| Arc::clone(&room.cell));
+        for cell in sending.chain(receiving).collect::<Vec<_>>() {
+            self.end_unstarted(now, &cell, FailureKind::Shutdown, cause);
+        }
+        self.flush();
+        closed
+    }
+
+    /// Ends a room outside its state machine: one that has no place in the tables.
+    fn end_unstarted(&mut self, now: Micros, cell: &Arc<RoomCell>, kind: FailureKind, cause: &str) {
+        let failure = self.failure(cell, cell.role, kind, None, vec![cause.to_owned()]);
+        cell.end(Err(failure), now.0);
+        self.tell_ended(Arc::clone(cell));
+        cell.release();
+    }
+
+    /// Takes no more rooms of a peer, or of any.
+    fn drain(&mut self, peer: Option<Incarnation>) {
+        match peer {
+            None => self.draining = true,
+            Some(peer) => {
+                if let Some(peer) = self.peers.find(peer).and_then(|at| self.peers.get_mut(at)) {
+                    peer.draining = true;
+                }
+            }
         }
     }
 
@@ -448,19 +513,22 @@ impl<F: Fabric> Worker<F> {
         });
         let users = sending.count() + self.receivers_using(pool);
         if users == 0
-            && let Some(pool) = self.pools.get_mut(pool.index())
+            && let Some(map) = self.pools.get_mut(pool.index())
         {
-            *pool = None;
+            *map = None;
+            if let Some(pages) = self.pool_pages.get(pool.index()) {
+                pages.store(0, Ordering::Release);
+            }
         }
         users
     }
 
     /// Answers those who wait for rooms to be over, and buries peers.
     fn after_release(&mut self) {
-        let gone: Vec<u32> =
-            self.peers.0.iter().filter(|(_, peer)| peer.gone).map(|(index, _)| index).collect();
+        let gone = |(index, peer): (PeerIndex, &Peer)| peer.gone.then_some(index);
+        let gone: Vec<PeerIndex> = self.peers.iter().filter_map(gone).collect();
         for index in gone {
-            self.bury(PeerIndex(index));
+            self.bury(index);
         }
         self.answer_idle();
     }
@@ -469,7 +537,11 @@ impl<F: Fabric> Worker<F> {
         for (peer, reply) in std::mem::take(&mut self.idle_waiters) {
             let busy = match peer {
                 None => !self.sending.rooms.is_empty() || !self.receiving.rooms.is_empty(),
-                Some(peer) => self.peers.find(peer).is_some_and(|index| self.rooms_with(index)),
+                // Given up or not: its rooms are over only when they are released.
+                Some(peer) => self
+                    .peers
+                    .iter()
+                    .any(|(at, known)| known.incarnation == peer && self.rooms_with(at)),
             };
             if !busy {
                 let _ = reply.send(());
@@ -493,7 +565,7 @@ impl<F: Fabric> Worker<F> {
         causes: Vec<String>,
     ) -> Failure {
         let bound = cell.bound();
-        Failure {
+        let mut failure = Failure {
             kind,
             room: cell.room,
             epoch: bound.map_or(Epoch(0), |bound| bound.epoch),
@@ -505,7 +577,8 @@ impl<F: Fabric> Worker<F> {
             landed: cell.landed(),
             retries: 0,
             causes,
-        }
-        .bounded()
+        };
+        failure.bound();
+        failure
     }
 }

@@ -1,22 +1,26 @@
 //! The worker's view of its peers.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use tokio::sync::mpsc;
 
 use super::slots::Slots;
-use crate::fabric::PeerIndex;
+use crate::fabric::{PeerIndex, Posting};
 use crate::ids::Incarnation;
 use crate::memory::{PageMap, Pairing};
 use crate::wire::message::Message;
+
+/// Messages that may wait for a peer's session. A peer that makes us answer faster than it reads is
+/// given up at this point: an honest one has a few messages a room under way.
+const BACKLOG_MAX: usize = 1 << 17;
 
 /// A peer, from its first session until it is given up and its lanes are down.
 #[derive(Debug)]
 pub(super) struct Peer {
     pub(super) incarnation: Incarnation,
     pub(super) addr: String,
-    /// By our pools.
+    /// By our pools. Rooms are checked against this, so it never changes.
     pub(super) pools: Vec<PeerPool>,
     /// The session's way out, while it stands.
     outbox: Option<mpsc::Sender<Message>>,
@@ -26,7 +30,11 @@ pub(super) struct Peer {
     pub(super) session: u64,
     /// Sending rooms with frames to post, in turn.
     pub(super) ready: VecDeque<u32>,
+    /// Frames that a lane gave back unsent; they go first.
+    pub(super) returned: VecDeque<Posting>,
     pub(super) lanes: u32,
+    /// This engine takes no more rooms of it.
+    pub(super) draining: bool,
     /// Given up: no rooms, and removed once its lanes are down.
     pub(super) gone: bool,
 }
@@ -39,38 +47,41 @@ pub(super) struct PeerPool {
     pub(super) map: Arc<PageMap>,
 }
 
+impl PeerPool {
+    fn new(pairing: Pairing) -> Self {
+        let layers = pairing.layers.end - pairing.layers.start;
+        let slice = pairing.remote;
+        let page_bytes = slice.offset + slice.stride * u64::from(slice.rows);
+        let (pages, stride) = (pairing.remote_pages, pairing.remote_stride);
+        let map = PageMap::of_peer(layers, pairing.planes, pages, stride, page_bytes);
+        Self { pairing, map: Arc::new(map) }
+    }
+}
+
 impl Peer {
-    pub(super) fn new(incarnation: Incarnation, addr: String) -> Self {
+    pub(super) fn new(incarnation: Incarnation, addr: String, pairings: Vec<Pairing>) -> Self {
         Self {
             incarnation,
             addr,
-            pools: Vec::new(),
+            pools: pairings.into_iter().map(PeerPool::new).collect(),
             outbox: None,
             backlog: VecDeque::new(),
             session: 0,
             ready: VecDeque::new(),
+            returned: VecDeque::new(),
             lanes: 0,
+            draining: false,
             gone: false,
         }
     }
 
-    pub(super) fn session_up(&mut self, pairings: Vec<Pairing>, outbox: mpsc::Sender<Message>) {
-        self.pools = pairings
-            .into_iter()
-            .map(|pairing| {
-                let layers = pairing.layers.end - pairing.layers.start;
-                let page_bytes =
-                    pairing.remote.offset + pairing.remote.stride * u64::from(pairing.remote.rows);
-                let map = PageMap::of_peer(
-                    layers,
-                    pairing.planes,
-                    pairing.remote_pages,
-                    pairing.remote_stride,
-                    page_bytes,
-                );
-                PeerPool { pairing, map: Arc::new(map) }
-            })
-            .collect();
+    /// Whether the peer came back with the layouts it had.
+    pub(super) fn is_same(&self, pairings: &[Pairing]) -> bool {
+        self.pools.iter().map(|pool| &pool.pairing).eq(pairings)
+    }
+
+    pub(super) fn session_up(&mut self, addr: String, outbox: mpsc::Sender<Message>) {
+        self.addr = addr;
         self.outbox = Some(outbox);
         self.backlog.clear();
         self.session += 1;
@@ -86,17 +97,8 @@ impl Peer {
         self.outbox.is_some()
     }
 
-    /// Sends a message, or keeps it until the session takes it. Without a session it is dropped. At
-    /// most a handful are sent for a room, so the backlog is bounded by the rooms.
-    pub(super) fn tell(&mut self, message: Message) {
-        if self.outbox.is_some() {
-            self.backlog.push_back(message);
-            self.flush();
-        }
-    }
-
-    /// Says whether anything went out.
-    pub(super) fn flush(&mut self) -> bool {
+    /// Sends what waits, as far as the session takes it. Says whether anything went out.
+    fn flush(&mut self) -> bool {
         let mut sent = false;
         while let (Some(outbox), Some(message)) = (&self.outbox, self.backlog.pop_front()) {
             match outbox.try_send(message) {
@@ -111,36 +113,96 @@ impl Peer {
         }
         sent
     }
-
-    pub(super) fn has_backlog(&self) -> bool {
-        !self.backlog.is_empty()
-    }
 }
 
 /// All peers.
 #[derive(Debug)]
-pub(super) struct Peers(pub(super) Slots<Peer>);
+pub(super) struct Peers {
+    table: Slots<Peer>,
+    /// Those that are not given up.
+    by_incarnation: HashMap<Incarnation, PeerIndex>,
+    /// Those with a backlog.
+    backlogged: Vec<PeerIndex>,
+    /// Those whose backlog is over its bound.
+    pub(super) deaf: Vec<Incarnation>,
+}
 
 impl Peers {
+    pub(super) fn new(limit: usize) -> Self {
+        let (by_incarnation, backlogged, deaf) = (HashMap::new(), Vec::new(), Vec::new());
+        Self { table: Slots::new(limit), by_incarnation, backlogged, deaf }
+    }
+
+    /// Enters a new peer; `None` when the table is full.
+    pub(super) fn insert(&mut self, peer: Peer) -> Option<PeerIndex> {
+        let incarnation = peer.incarnation;
+        let index = self.table.insert(peer).ok().map(|(index, _)| PeerIndex(index))?;
+        self.by_incarnation.insert(incarnation, index);
+        Some(index)
+    }
+
+    /// A peer is given up: it is not found any more, but keeps its place.
+    pub(super) fn give_up(&mut self, index: PeerIndex) {
+        if let Some(peer) = self.table.get_mut(index.0) {
+            peer.session_down();
+            peer.returned.clear();
+            peer.gone = true;
+            self.by_incarnation.remove(&peer.incarnation);
+        }
+    }
+
+    pub(super) fn remove(&mut self, index: PeerIndex) {
+        self.table.remove(index.0);
+        self.backlogged.retain(|&other| other != index);
+    }
+
     /// The peer's place, unless it has been given up.
     pub(super) fn find(&self, incarnation: Incarnation) -> Option<PeerIndex> {
-        self.0
-            .iter()
-            .find(|(_, peer)| peer.incarnation == incarnation && !peer.gone)
-            .map(|(index, _)| PeerIndex(index))
+        self.by_incarnation.get(&incarnation).copied()
     }
 
     pub(super) fn get(&self, index: PeerIndex) -> Option<&Peer> {
-        self.0.get(index.0)
+        self.table.get(index.0)
     }
 
     pub(super) fn get_mut(&mut self, index: PeerIndex) -> Option<&mut Peer> {
-        self.0.get_mut(index.0)
+        self.table.get_mut(index.0)
     }
 
+    pub(super) fn iter(&self) -> impl Iterator<Item = (PeerIndex, &Peer)> {
+        self.table.iter().map(|(index, peer)| (PeerIndex(index), peer))
+    }
+
+    /// Sends a message, or keeps it until the session takes it. Without a session it is dropped.
     pub(super) fn tell(&mut self, index: PeerIndex, message: Message) {
-        if let Some(peer) = self.get_mut(index) {
-            peer.tell(message);
+        let Some(peer) = self.table.get_mut(index.0).filter(|peer| peer.has_session()) else {
+            return;
+        };
+        if peer.backlog.len() >= BACKLOG_MAX {
+            peer.session_down();
+            self.deaf.push(peer.incarnation);
+            return;
         }
+        peer.backlog.push_back(message);
+        peer.flush();
+        if !peer.backlog.is_empty() && !self.backlogged.contains(&index) {
+            self.backlogged.push(index);
+        }
+    }
+
+    /// Sends what waits. Says whether anything went out.
+    pub(super) fn flush(&mut self) -> bool {
+        let mut sent = false;
+        let table = &mut self.table;
+        self.backlogged.retain(|index| {
+            let Some(peer) = table.get_mut(index.0) else { return false };
+            sent |= peer.flush();
+            !peer.backlog.is_empty()
+        });
+        sent
+    }
+
+    pub(super) const fn has_backlog(&self) -> bool {
+        !self.backlogged.is_empty()
     }
 }

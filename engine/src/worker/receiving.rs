@@ -10,7 +10,7 @@ use super::peers::Peers;
 use super::slots::Slots;
 use super::stats::Stats;
 use super::submit::{AuxSlot, GrantOrder};
-use super::{Timer, Worker};
+use super::{TABLE_FULL, Timer, Worker};
 use crate::fabric::{Fabric, Gate, PeerIndex};
 use crate::failure::{Failure, FailureKind, Landed};
 use crate::ids::{Epoch, Micros, Role};
@@ -167,7 +167,22 @@ fn covered(room: &RecvRoom, peers: &Peers, frame: &DataFrame) -> Result<Strips, 
 impl<F: Fabric> Worker<F> {
     pub(super) fn grant(&mut self, now: Micros, order: GrantOrder) {
         let GrantOrder { cell, peer, epoch, deadline, pools, aux, aux_bytes, note } = order;
-        let index = self.peers.find(peer);
+        if self.stopping {
+            return self.end_unstarted(
+                now,
+                &cell,
+                FailureKind::Shutdown,
+                "the engine was shut down",
+            );
+        }
+        if self.peers.find(peer).is_none() {
+            // The caller may have been told of a peer whose coming is still in the mail.
+            self.take_mail(now);
+        }
+        let Some(index) = self.peers.find(peer) else {
+            let cause = "the peer went away before the grant was sent";
+            return self.end_unstarted(now, &cell, FailureKind::PeerDied, cause);
+        };
         let targets: Option<Vec<TargetPool>> = pools
             .into_iter()
             .map(|(pool, pages)| {
@@ -175,14 +190,9 @@ impl<F: Fabric> Worker<F> {
                 Some(TargetPool { pool, pages, map })
             })
             .collect();
-        let (Some(index), Some(targets)) = (index, targets) else {
-            // Gone between the caller's check and now.
-            let causes = vec!["the peer or a pool went away before the grant was sent".to_owned()];
-            let failure = self.failure(&cell, Role::Receiver, FailureKind::PeerDied, None, causes);
-            cell.end(Err(failure), now.0);
-            self.tell_ended(Arc::clone(&cell));
-            cell.release();
-            return;
+        let Some(targets) = targets else {
+            let cause = "a pool was deregistered before the grant was sent";
+            return self.end_unstarted(now, &cell, FailureKind::PoolGone, cause);
         };
         let Some(known) = self.peers.get(index) else { return };
         let bound = Bound {
@@ -215,11 +225,8 @@ impl<F: Fabric> Worker<F> {
             note,
         };
         let Ok((slot, generation)) = self.receiving.rooms.insert(room) else {
-            let causes = vec!["the engine's room table is full".to_owned()];
-            let failure = self.failure(&cell, Role::Receiver, FailureKind::Shutdown, None, causes);
-            cell.end(Err(failure), now.0);
-            cell.release();
-            return;
+            debug_assert!(false, "callers reserve a place first");
+            return self.end_unstarted(now, &cell, FailureKind::Aborted, TABLE_FULL);
         };
         cell.slot.store(slot, Ordering::Relaxed);
         self.receiving.by_epoch.insert(epoch, slot);
@@ -248,18 +255,21 @@ impl<F: Fabric> Worker<F> {
 
     /// Handles what the gate noted while the fabric polled.
     pub(super) fn after_poll(&mut self, now: Micros) {
-        for slot in std::mem::take(&mut self.receiving.started) {
+        let mut started = std::mem::take(&mut self.receiving.started);
+        for slot in started.drain(..) {
             if let Some(room) = self.receiving.rooms.get(slot) {
                 room.cell.mark_first(now.0);
                 room.cell.advance(room.core.state());
             }
         }
-        for (slot, epoch, reaction) in std::mem::take(&mut self.receiving.reactions) {
+        let mut reactions = std::mem::take(&mut self.receiving.reactions);
+        for (slot, epoch, reaction) in reactions.drain(..) {
             if self.receiving.rooms.get(slot).is_some_and(|room| room.core.epoch() == epoch) {
                 self.react_receiver(now, slot, reaction, None);
             }
         }
-        for (slot, epoch, what) in std::mem::take(&mut self.receiving.outside) {
+        let mut outside = std::mem::take(&mut self.receiving.outside);
+        for (slot, epoch, what) in outside.drain(..) {
             if self.receiving.live(slot, epoch).is_some() {
                 self.step_receiver(
                     now,
@@ -269,6 +279,10 @@ impl<F: Fabric> Worker<F> {
                 );
             }
         }
+        // Their memory is used again; nothing was noted meanwhile.
+        self.receiving.started = started;
+        self.receiving.reactions = reactions;
+        self.receiving.outside = outside;
     }
 
     /// The sender says that everything was sent.
@@ -290,7 +304,7 @@ impl<F: Fabric> Worker<F> {
             let put = room
                 .aux
                 .as_ref()
-                .map(|to| to.region.write_at(to.offset, &aux[..aux.len().min(to.len)]));
+                .map(|to| to.region.place_at(to.offset, &aux[..aux.len().min(to.len)]));
             if too_long || matches!(put, Some(Err(_))) {
                 let causes =
                     vec![format!("an aux row of {} bytes, {} granted", aux.len(), room.aux_bytes)];
@@ -433,7 +447,7 @@ impl<F: Fabric> Worker<F> {
             let cell = Arc::clone(&room.cell);
             self.tell_ended(cell);
         }
-        self.fabric.revoke(slot, epoch);
+        self.fabric.revoke(peer, slot, epoch);
     }
 
     /// Nothing is placed in the room's pages any more.

@@ -1,6 +1,8 @@
 //! The worker's thread: pinned, then its ring opened, then ready; turning until it is stopped.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -18,6 +20,8 @@ use crate::wire::message::LaneIo;
 
 /// Longest sleep: how stale published counters can be.
 const SLEEP_MAX: Duration = Duration::from_millis(500);
+/// Longest sleep while something waits for a queue to have room: nobody says when it has.
+const BACKLOG_SLEEP: Duration = Duration::from_millis(1);
 /// Turns between two looks at the published counters while busy.
 const TURNS_PER_PUBLISH: u64 = 1024;
 /// Polls of an idle worker between two looks at the clock.
@@ -32,6 +36,7 @@ pub(crate) struct WorkerSetup {
     pub(crate) queues: Queues,
     pub(crate) wakeup: Arc<Wakeup>,
     pub(crate) pools: Vec<Arc<PageMap>>,
+    pub(crate) pool_pages: Arc<[AtomicU32]>,
     pub(crate) stats: Arc<SharedStats>,
 }
 
@@ -157,20 +162,43 @@ fn open_driver(setup: &WorkerSetup) -> Result<(Opened, IoReport), WorkerError> {
 }
 
 fn run<D: Driver>(setup: WorkerSetup, driver: D) {
-    let WorkerSetup { config, identity, epoch_zero, queues, wakeup, pools, stats } = setup;
+    let WorkerSetup { config, identity, epoch_zero, queues, wakeup, pools, pool_pages, stats } =
+        setup;
     let fabric = TcpFabric::new(driver, config.zero_copy);
     let (max_rooms, max_peers) = (config.max_rooms as usize, config.max_peers as usize);
+    let pools = (pools, pool_pages);
     let mut worker = Worker::new(identity, fabric, queues, pools, max_rooms, max_peers, stats);
     let clock = || Micros(u64::try_from(epoch_zero.elapsed().as_micros()).unwrap_or(u64::MAX));
+    // A panic is a bug of ours. It must not leave callers waiting: rooms are ended all the same.
+    let ran =
+        catch_unwind(AssertUnwindSafe(|| turn_until_stopped(&mut worker, &config, &wakeup, clock)));
+    let cause = match ran {
+        Ok(()) => "the engine was shut down",
+        Err(_) => "the worker panicked; this is a bug, report it with the log",
+    };
+    if !worker.close(clock(), cause) {
+        tracing::error!("the kernel did not let go of the lanes' memory; it is leaked");
+        std::mem::forget(worker);
+    }
+}
+
+fn turn_until_stopped<D: Driver>(
+    worker: &mut Worker<TcpFabric<D>>,
+    config: &EngineConfig,
+    wakeup: &Wakeup,
+    clock: impl Fn() -> Micros,
+) {
     let mut now = clock();
     let mut idle_since = now;
-    let mut spins = 0;
+    let mut spins = 0u32;
     let mut turns = 0u64;
     loop {
         let progress = worker.turn(now);
         turns += 1;
         if turns.is_multiple_of(TURNS_PER_PUBLISH) {
             worker.publish_stats();
+            // Also drops the deadlines of rooms that have ended.
+            worker.next_deadline();
         }
         if progress {
             now = clock();
@@ -181,8 +209,8 @@ fn run<D: Driver>(setup: WorkerSetup, driver: D) {
             break;
         }
         if TcpFabric::<D>::SPINS {
-            spins += 1;
-            if spins % SPINS_PER_CLOCK != 0 {
+            spins = (spins + 1) % SPINS_PER_CLOCK;
+            if spins != 0 {
                 std::hint::spin_loop();
                 continue;
             }
@@ -196,9 +224,10 @@ fn run<D: Driver>(setup: WorkerSetup, driver: D) {
         // Once more, now that whoever puts something in a queue will wake the worker for it.
         if !worker.turn(now) {
             worker.note_sleep();
-            let until_due =
-                worker.next_deadline().map_or(SLEEP_MAX, |at| Duration::from_micros(at.since(now)));
-            worker.fabric_mut().sleep(until_due.min(SLEEP_MAX));
+            let due = worker.next_deadline();
+            let longest = if worker.has_backlog() { BACKLOG_SLEEP } else { SLEEP_MAX };
+            let until_due = due.map_or(longest, |at| Duration::from_micros(at.since(now)));
+            worker.fabric_mut().sleep(until_due.min(longest));
         }
         wakeup.awake();
         now = clock();

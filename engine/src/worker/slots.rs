@@ -66,10 +66,6 @@ impl<T> Slots<T> {
             .filter_map(|(i, place)| Some((i as u32, place.value.as_ref()?)))
     }
 
-    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
-        self.places.iter_mut().filter_map(|place| place.value.as_mut())
-    }
-
     pub(super) fn indices(&self) -> Vec<u32> {
         self.iter().map(|(index, _)| index).collect()
     }

@@ -12,8 +12,7 @@ use crate::ids::{Epoch, Incarnation, Micros};
 use crate::memory::{PoolId, Region};
 use crate::room::cell::RoomCell;
 
-/// Submissions that may wait for the worker. It takes them all each turn; a full queue is
-/// back-pressure.
+/// Submissions that may wait for the worker; a full queue is back-pressure.
 pub(crate) const SUBMISSIONS: usize = 4096;
 
 /// See the module.
@@ -33,6 +32,8 @@ pub(crate) enum Submission {
     WhenIdle { peer: Option<Incarnation>, reply: oneshot::Sender<()> },
     /// Forget a pool, unless rooms use it: answers how many do.
     DropPool { pool: PoolId, reply: oneshot::Sender<usize> },
+    /// Take no more rooms of this peer, or of any.
+    Drain { peer: Option<Incarnation> },
     /// Fail every room that is left, and stop.
     Stop,
 }

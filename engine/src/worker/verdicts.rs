@@ -39,10 +39,4 @@ impl Verdicts {
             .filter(move |(told, _, _)| *told == peer)
             .filter_map(|key| self.by_room.get(key))
     }
-
-    /// A peer that is given up asks nothing any more.
-    pub(super) fn forget(&mut self, peer: Incarnation) {
-        self.order.retain(|(told, _, _)| *told != peer);
-        self.by_room.retain(|(told, _, _), _| *told != peer);
-    }
 }

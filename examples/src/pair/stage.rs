@@ -281,7 +281,7 @@ impl<'a> Stage<'a> {
             Event::Text { room, tokens, text } => newest(runs, room)?.text = Some((tokens, text)),
             Event::Peers { .. } => {}
             Event::Error { room, message } => match room {
-                Some(room) => bail!("{name} refused room {room}: {message}"),
+                Some(room) => bail!("{name}, room {room}: {message}"),
                 None => bail!("{name}: {message}"),
             },
         }

@@ -49,13 +49,14 @@ impl PeerTask {
         let health = PeerHealth::Up;
         let lanes = Vec::new();
         tracing::info!(%peer, name, %addr, dialed, "session up");
-        self.core.peers.up(PeerInfo { incarnation: peer, name, addr, health, fabric, lanes });
         let (outbox, outbox_waiting) = mpsc::channel(OUTBOX_MESSAGES);
         let (own, own_waiting) = mpsc::channel(OWN_MESSAGES);
         let up = PeerUp { peer, addr, pairings, outbox };
         if self.core.worker.send(ToWorker::PeerUp(up)).await.is_err() {
             return End::WorkerGone;
         }
+        // Shown only now: whoever sees the peer may grant to it.
+        self.core.peers.up(PeerInfo { incarnation: peer, name, addr, health, fabric, lanes });
         self.lanes.new_session(usize::from(self.core.identity.lanes.min(hello.lanes)));
         self.peer.state.send_modify(|state| {
             *state = PeerState { life: Life::Up, lanes: self.core.peers.lanes(peer) };
@@ -270,7 +271,8 @@ impl PeerTask {
         if dialed {
             self.lanes.dialing = self.lanes.dialing.saturating_sub(1);
         }
-        let lane = match stream.and_then(lanes::ready) {
+        let silent_ms = self.core.config.peer_silent_ms;
+        let lane = match stream.and_then(|stream| lanes::ready(stream, silent_ms)) {
             Ok(lane) => lane,
             Err(error) => {
                 tracing::debug!(%peer, %error, "a lane could not be opened");

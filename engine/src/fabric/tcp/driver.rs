@@ -79,11 +79,17 @@ impl OpMemoryBox {
         }))))
     }
 
-    /// Lays out the strips of the next operation. No operation may be in flight on this memory.
-    pub(crate) fn fill(&mut self, strips: impl Iterator<Item = (u64, usize)>) -> *mut libc::msghdr {
+    /// Lays out the strips of the next operation.
+    ///
+    /// # Safety
+    /// No operation may be in flight on this memory.
+    pub(crate) unsafe fn fill(
+        &mut self,
+        strips: impl Iterator<Item = (u64, usize)>,
+    ) -> *mut libc::msghdr {
         let memory = self.0.as_ptr();
-        // SAFETY: the memory is owned and, with no operation in flight, nobody else's; the pointers
-        // put into the header stay inside the same allocation.
+        // SAFETY: the memory is owned and, as the caller promises, nobody else's now; the pointers put
+        // into the header stay inside the same allocation.
         unsafe {
             let mut len = 0;
             for (slot, (addr, bytes)) in (*memory).strips.iter_mut().zip(strips) {
@@ -103,18 +109,24 @@ impl OpMemoryBox {
         unsafe { (&raw const (*self.0.as_ptr()).headers[slot]) as u64 }
     }
 
-    /// Copies a header out. No receive into it may be in flight.
-    pub(crate) fn header(&self, slot: usize) -> [u8; HEADER_BYTES] {
+    /// Copies a header out.
+    ///
+    /// # Safety
+    /// No receive into it may be in flight.
+    pub(crate) unsafe fn header(&self, slot: usize) -> [u8; HEADER_BYTES] {
         assert!(slot < HEADERS_PER_LANE, "header slot out of range");
         // SAFETY: the slot was checked; the memory is owned, initialised at birth, and, as the caller
-        // sees to, not being received into.
+        // promises, not being received into.
         unsafe { (*self.0.as_ptr()).headers[slot] }
     }
 
-    /// Puts a header in. No send of it may be in flight.
-    pub(crate) fn set_header(&mut self, slot: usize, header: [u8; HEADER_BYTES]) {
+    /// Puts a header in.
+    ///
+    /// # Safety
+    /// No send of it may be in flight.
+    pub(crate) unsafe fn set_header(&mut self, slot: usize, header: [u8; HEADER_BYTES]) {
         assert!(slot < HEADERS_PER_LANE, "header slot out of range");
-        // SAFETY: the slot was checked; the memory is owned and, as the caller sees to, not being sent.
+        // SAFETY: the slot was checked; the memory is owned and, as the caller promises, not being sent.
         unsafe { (*self.0.as_ptr()).headers[slot] = header };
     }
 }

@@ -13,6 +13,8 @@ use crate::worker::wake::Wakeup;
 
 /// Readiness events taken from the kernel at once.
 const EVENTS_PER_CALL: usize = 64;
+/// Busy reaps after which the kernel is asked all the same.
+const REAPS_PER_LOOK: u32 = 4;
 /// The event fd's key; lanes have smaller ones.
 const WAKEUP_KEY: u64 = u64::MAX;
 
@@ -23,6 +25,7 @@ pub(crate) struct Epoll {
     /// By lane: the operations waiting for readiness, receive and send.
     waiting: Vec<[Option<Waiting>; 2]>,
     done: Vec<Done>,
+    reaps: u32,
     events: Vec<epoll::Event>,
 }
 
@@ -38,10 +41,6 @@ struct Waiting {
     message: *mut libc::msghdr,
 }
 
-// SAFETY: the raw message pointers belong to lanes of the same worker; the driver moves to the
-// worker's thread with them and is used there alone.
-unsafe impl Send for Epoll {}
-
 impl Epoll {
     pub(crate) fn new(wakeup: Arc<Wakeup>) -> Result<Self, Errno> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
@@ -51,6 +50,7 @@ impl Epoll {
             wakeup,
             waiting: Vec::new(),
             done: Vec::new(),
+            reaps: 0,
             events: Vec::with_capacity(EVENTS_PER_CALL),
         })
     }
@@ -59,7 +59,7 @@ impl Epoll {
     fn attempt(&mut self, lane: u32, direction: Direction, op: Waiting) {
         // SAFETY: `start`'s caller keeps the message and its strips valid until the operation's end,
         // which has not been told yet.
-        let result = unsafe {
+        let call = || unsafe {
             match direction {
                 Direction::Receive => libc::recvmsg(op.fd, op.message, libc::MSG_DONTWAIT),
                 Direction::Send | Direction::SendZeroCopy => {
@@ -67,16 +67,22 @@ impl Epoll {
                 }
             }
         };
+        let result = loop {
+            match usize::try_from(call()) {
+                Ok(bytes) => break Ok(bytes),
+                // Its readiness has been consumed: it must be tried again now.
+                Err(_) if last_errno() == Errno::INTR => {}
+                Err(_) => break Err(last_errno()),
+            }
+        };
         let slot = &mut self.waiting[lane as usize][side(direction)];
-        let outcome = match usize::try_from(result) {
+        let outcome = match result {
             Ok(bytes) => Outcome::Moved { bytes, more: false },
-            Err(_) => match last_errno() {
-                Errno::AGAIN | Errno::INTR => {
-                    *slot = Some(op);
-                    return;
-                }
-                errno => Outcome::Failed { errno, more: false },
-            },
+            Err(Errno::AGAIN) => {
+                *slot = Some(op);
+                return;
+            }
+            Err(errno) => Outcome::Failed { errno, more: false },
         };
         *slot = None;
         self.done.push(Done { lane, direction, ticket: 0, outcome });
@@ -178,9 +184,10 @@ impl Driver for Epoll {
     }
 
     fn reap(&mut self, done: &mut Vec<Done>) {
-        // Operations that ended at once are handed over first; only when there are none is the
-        // kernel asked.
-        if self.done.is_empty() {
+        // Operations that ended at once are handed over without asking the kernel, but not for ever:
+        // a lane that always has something to read must not keep the others from being seen.
+        self.reaps = self.reaps.wrapping_add(1);
+        if self.done.is_empty() || self.reaps.is_multiple_of(REAPS_PER_LOOK) {
             self.wait(Duration::ZERO);
         }
         done.append(&mut self.done);

@@ -38,12 +38,14 @@ pub(super) fn zeros() -> Option<u64> {
 #[derive(Debug)]
 pub(super) struct Scratch(Box<[std::cell::UnsafeCell<u8>]>);
 
-// SAFETY: nobody but the kernel touches the cells' content.
-unsafe impl Send for Scratch {}
-
 impl Scratch {
     pub(super) fn new() -> Self {
         Self((0..SCRATCH_BYTES).map(|_| std::cell::UnsafeCell::new(0)).collect())
+    }
+
+    /// Nothing to receive into.
+    pub(super) fn none() -> Self {
+        Self(Box::new([]))
     }
 
     pub(super) fn addr(&self) -> u64 {

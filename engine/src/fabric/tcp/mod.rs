@@ -28,11 +28,12 @@ use self::transmit::Transmit;
 use super::{Event, Fabric, Gate, PeerIndex, Posting, RoomTag};
 use crate::config::ZeroCopy;
 use crate::ids::Epoch;
-use crate::wire::frame::Frame;
+use crate::plan::Strips;
+use crate::wire::frame::{DataFrame, Frame, RejectReason};
 
-/// How long dropping the fabric waits for the kernel to let go of lanes. It takes microseconds; the
+/// How long closing the fabric waits for the kernel to let go of lanes. It takes microseconds; the
 /// bound is there so that a kernel that never answers cannot hang a process that is ending.
-const DROP_WAIT: Duration = Duration::from_secs(5);
+const CLOSE_WAIT: Duration = Duration::from_secs(5);
 
 /// See the module.
 #[derive(Debug)]
@@ -46,8 +47,8 @@ pub(crate) struct TcpFabric<D: Driver> {
     restless: Vec<u32>,
     done: Vec<Done>,
     scratch: Scratch,
-    retracting: Vec<RoomTag>,
-    revoking: Vec<(u32, Epoch)>,
+    retracting: Vec<(PeerIndex, RoomTag)>,
+    revoking: Vec<(PeerIndex, u32, Epoch)>,
     early: Vec<Event>,
 }
 
@@ -102,7 +103,7 @@ impl<D: Driver> TcpFabric<D> {
     }
 
     /// Begins to close a lane: its socket is shut down and what is in flight is cancelled.
-    fn close(&mut self, index: u32, cause: &str) {
+    fn close_lane(&mut self, index: u32, cause: &str) {
         let Some(lane) = self.lanes[index as usize].as_mut() else { return };
         if lane.closing.is_some() {
             return;
@@ -146,14 +147,18 @@ impl<D: Driver> TcpFabric<D> {
             (_, Outcome::Moved { bytes, more }) => {
                 lane.transmit.ended(bytes, more, |tag| events.push(Event::Sent { tag }));
             }
-            (_, Outcome::Failed { errno, more }) => {
+            (direction, Outcome::Failed { errno, more }) => {
                 lane.transmit.ended(0, more, |_| {});
-                fault = permanent(errno);
+                // Zero copy can be refused where a plain send is not: kernels without usage reports
+                // (before 6.2), a small memlock limit, too many notifications outstanding.
+                if direction != Direction::SendZeroCopy || !lane.transmit.give_up_zero_copy(errno) {
+                    fault = permanent(errno);
+                }
             }
             (_, Outcome::Notified { copied }) => lane.transmit.notified(done.ticket, copied),
         }
         if let Some(cause) = fault {
-            self.close(done.lane, &cause);
+            self.close_lane(done.lane, &cause);
         }
         self.rouse(done.lane);
     }
@@ -190,28 +195,34 @@ impl<D: Driver> TcpFabric<D> {
             lanes.retain(|&other| other != index);
         }
         let number = lane.number;
-        events.extend(lane.transmit.abandon().map(|tag| Event::Lost { tag, lane: number }));
+        let peer = lane.peer;
+        let (lost, returned) = lane.transmit.abandon();
+        events.extend(lost.map(|tag| Event::Lost { tag, lane: number }));
+        events.extend(returned.map(|posting| Event::Returned { peer, posting: Box::new(posting) }));
         let cause = lane.closing.take().unwrap_or_default();
         events.push(Event::LaneDown { peer: lane.peer, lane: number, cause });
     }
 
     /// Reports the rooms that were given up and are touched by nothing any more.
     fn settle(&mut self, events: &mut Vec<Event>) {
-        let lanes = &self.lanes;
-        self.retracting.retain(|&tag| {
-            let busy = lanes.iter().flatten().any(|lane| lane.transmit.reads(tag));
+        let mut retracting = std::mem::take(&mut self.retracting);
+        retracting.retain(|&(peer, tag)| {
+            let busy = self.lanes_of(peer).any(|(_, lane)| lane.transmit.reads(tag));
             if !busy {
                 events.push(Event::SourceQuiet { tag });
             }
             busy
         });
-        self.revoking.retain(|&(slot, epoch)| {
-            let busy = lanes.iter().flatten().any(|lane| lane.receive.writes(slot, epoch));
+        self.retracting = retracting;
+        let mut revoking = std::mem::take(&mut self.revoking);
+        revoking.retain(|&(peer, slot, epoch)| {
+            let busy = self.lanes_of(peer).any(|(_, lane)| lane.receive.writes(slot, epoch));
             if !busy {
                 events.push(Event::TargetQuiet { slot, epoch });
             }
             busy
         });
+        self.revoking = revoking;
     }
 }
 
@@ -312,7 +323,7 @@ impl<D: Driver> Fabric for TcpFabric<D> {
     fn close_peer(&mut self, peer: PeerIndex, cause: &str) {
         let indices: Vec<u32> = self.lanes_of(peer).map(|(index, _)| index).collect();
         for index in indices {
-            self.close(index, cause);
+            self.close_lane(index, cause);
         }
     }
 
@@ -334,8 +345,9 @@ impl<D: Driver> Fabric for TcpFabric<D> {
         self.rouse(index);
     }
 
-    fn retract(&mut self, tag: RoomTag) {
-        for index in 0..self.lanes.len() as u32 {
+    fn retract(&mut self, peer: PeerIndex, tag: RoomTag) {
+        for at in 0..self.by_peer.get(peer.0 as usize).map_or(0, Vec::len) {
+            let index = self.by_peer[peer.0 as usize][at];
             let Some(lane) = self.lanes[index as usize].as_mut() else { continue };
             if lane.transmit.retract(tag)
                 && let Some((direction, ticket)) = lane.transmit.cancel()
@@ -343,17 +355,18 @@ impl<D: Driver> Fabric for TcpFabric<D> {
                 self.driver.cancel(index, direction, ticket);
             }
         }
-        self.retracting.push(tag);
+        self.retracting.push((peer, tag));
     }
 
-    fn revoke(&mut self, slot: u32, epoch: Epoch) {
-        for index in 0..self.lanes.len() as u32 {
+    fn revoke(&mut self, peer: PeerIndex, slot: u32, epoch: Epoch) {
+        for at in 0..self.by_peer.get(peer.0 as usize).map_or(0, Vec::len) {
+            let index = self.by_peer[peer.0 as usize][at];
             let Some(lane) = self.lanes[index as usize].as_mut() else { continue };
             if lane.receive.revoke(slot, epoch) {
                 self.driver.cancel(index, Direction::Receive, 0);
             }
         }
-        self.revoking.push((slot, epoch));
+        self.revoking.push((peer, slot, epoch));
     }
 
     fn poll(&mut self, gate: &mut impl Gate, events: &mut Vec<Event>) -> bool {
@@ -376,39 +389,46 @@ impl<D: Driver> Fabric for TcpFabric<D> {
         progress || events.len() > before
     }
 
+    fn close(&mut self) -> bool {
+        for index in 0..self.lanes.len() as u32 {
+            self.close_lane(index, "the engine is shutting down");
+        }
+        let deadline = Instant::now() + CLOSE_WAIT;
+        let mut events = Vec::new();
+        while self.lanes.iter().any(Option::is_some) {
+            if Instant::now() > deadline {
+                return false;
+            }
+            if !self.poll(&mut Shut, &mut events) {
+                self.driver.sleep(Duration::from_millis(1));
+            }
+            events.clear();
+        }
+        true
+    }
+
     fn sleep(&mut self, timeout: Duration) {
         self.driver.sleep(timeout);
     }
 }
 
 impl<D: Driver> Drop for TcpFabric<D> {
-    /// Waits until the kernel holds no page and no message of any lane, since their memory goes next.
     fn drop(&mut self) {
-        struct Shut;
-        impl Gate for Shut {
-            fn admit(
-                &mut self,
-                _: PeerIndex,
-                _: &crate::wire::frame::DataFrame,
-            ) -> Result<crate::plan::Strips, crate::wire::frame::RejectReason> {
-                Err(crate::wire::frame::RejectReason::Revoked)
-            }
-            fn placed(&mut self, _: &crate::wire::frame::DataFrame) {}
-        }
-        for index in 0..self.lanes.len() as u32 {
-            self.close(index, "the engine is shutting down");
-        }
-        let deadline = Instant::now() + DROP_WAIT;
-        let mut events = Vec::new();
-        while self.lanes.iter().any(Option::is_some) {
-            if !self.poll(&mut Shut, &mut events) {
-                self.driver.sleep(Duration::from_millis(1));
-            }
-            if Instant::now() > deadline {
-                // Their memory is in the kernel's hands: never free it.
-                self.lanes.drain(..).for_each(std::mem::forget);
-                return;
-            }
+        if !self.close() {
+            // Their memory is in the kernel's hands: it must never be freed.
+            self.lanes.drain(..).for_each(std::mem::forget);
+            std::mem::forget(std::mem::replace(&mut self.scratch, Scratch::none()));
         }
     }
+}
+
+/// The gate of a fabric that is closing.
+struct Shut;
+
+impl Gate for Shut {
+    fn admit(&mut self, _: PeerIndex, _: &DataFrame) -> Result<Strips, RejectReason> {
+        Err(RejectReason::Revoked)
+    }
+
+    fn placed(&mut self, _: &DataFrame) {}
 }

@@ -39,8 +39,8 @@ struct Incoming {
 #[derive(Debug)]
 enum Target {
     Pages(Strips),
-    /// Revoked while an operation into its pages was in flight.
-    Leaving,
+    /// Revoked while an operation into its pages was in flight: they are kept mapped until it ends.
+    Leaving(#[expect(dead_code, reason = "held, not looked at")] Strips),
     Scratch(RejectReason),
 }
 
@@ -92,7 +92,9 @@ impl Receive {
             )
         });
         self.in_flight = true;
-        self.memory.fill(self.strips.iter().map(|strip| (strip.addr, strip.bytes)).chain(header))
+        let strips = self.strips.iter().map(|strip| (strip.addr, strip.bytes)).chain(header);
+        // SAFETY: the pump calls this only when no receive is in flight.
+        unsafe { self.memory.fill(strips) }
     }
 
     fn plan(&mut self, scratch: u64) {
@@ -104,7 +106,7 @@ impl Receive {
                     Some(strip) => (strip.addr, strip.bytes),
                     None => break,
                 },
-                Target::Leaving | Target::Scratch(_) => {
+                Target::Leaving(_) | Target::Scratch(_) => {
                     (scratch, incoming.unplanned.min(SCRATCH_BYTES as u64))
                 }
             };
@@ -114,9 +116,9 @@ impl Receive {
         debug_assert!(self.strips.iter().count() <= STRIPS_PER_OP);
     }
 
-    /// Accounts for `moved` bytes of the operation that ended. Call it again with 0, after what it
-    /// returned was handled, until it returns nothing: an operation can end a frame and bring the
-    /// next header.
+    /// Accounts for bytes of the operation that ended; what is left of them is left in `moved`. Called
+    /// again, after what it returned was handled, until it returns nothing: an operation can end a
+    /// frame and bring the next header.
     pub(super) fn advance(&mut self, moved: &mut usize) -> Result<Option<Arrived>, StreamError> {
         if let Some(incoming) = &mut self.frame {
             let part = (*moved).min(usize::try_from(incoming.left).unwrap_or(usize::MAX));
@@ -129,7 +131,7 @@ impl Receive {
             let Some(done) = self.frame.take() else { return Ok(None) };
             return Ok(Some(match done.target {
                 Target::Pages(_) => Arrived::Placed(done.frame),
-                Target::Leaving => Arrived::Drained(done.frame, RejectReason::Revoked),
+                Target::Leaving(_) => Arrived::Drained(done.frame, RejectReason::Revoked),
                 Target::Scratch(reason) => Arrived::Drained(done.frame, reason),
             }));
         }
@@ -138,7 +140,9 @@ impl Receive {
             return Ok(None);
         }
         self.header_bytes = 0;
-        let frame = Frame::decode(&self.memory.header(0))?;
+        // SAFETY: the operation that received it has ended, and the next one is not started.
+        let header = unsafe { self.memory.header(0) };
+        let frame = Frame::decode(&header)?;
         let Frame::Data(data) = frame else { return Ok(Some(Arrived::Answer(frame))) };
         let want = self.last_seq + 1;
         if data.seq != want {
@@ -166,7 +170,7 @@ impl Receive {
         self.frame.as_ref().is_some_and(|incoming| {
             let of_room = incoming.frame.slot == slot && incoming.frame.epoch == epoch;
             let to_pages = matches!(incoming.target, Target::Pages(_))
-                || matches!(incoming.target, Target::Leaving) && self.in_flight;
+                || matches!(incoming.target, Target::Leaving(_)) && self.in_flight;
             of_room && to_pages
         })
     }
@@ -178,7 +182,11 @@ impl Receive {
             return false;
         }
         if let Some(incoming) = &mut self.frame {
-            incoming.target = Target::Leaving;
+            let scratch = Target::Scratch(RejectReason::Revoked);
+            incoming.target = match std::mem::replace(&mut incoming.target, scratch) {
+                Target::Pages(strips) => Target::Leaving(strips),
+                other => other,
+            };
         }
         self.leave();
         self.in_flight
@@ -190,7 +198,7 @@ impl Receive {
             return;
         }
         if let Some(incoming) = &mut self.frame
-            && matches!(incoming.target, Target::Leaving)
+            && matches!(incoming.target, Target::Leaving(_))
         {
             self.strips.clear();
             incoming.unplanned = incoming.left;

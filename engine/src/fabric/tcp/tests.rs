@@ -256,7 +256,7 @@ each_driver! {
         link.until("the frame's header", started);
         link.poll_tx();
         link.poll_rx();
-        link.rx.revoke(3, Epoch(1));
+        link.rx.revoke(PEER, 3, Epoch(1));
         link.gate.rooms.clear();
         // The sender is silent meanwhile: the receiver does this alone.
         let deadline = Instant::now() + PATIENCE;
@@ -287,7 +287,7 @@ each_driver! {
             link.poll_tx();
             std::thread::sleep(Duration::from_millis(1));
         }
-        link.tx.retract(tag(3));
+        link.tx.retract(PEER, tag(3));
         let deadline = Instant::now() + PATIENCE;
         while !link.sent.iter().any(|event| matches!(event, Event::SourceQuiet { .. })) {
             link.poll_tx();
@@ -314,7 +314,7 @@ each_driver! {
         link.allow(3, &to, &[1]);
         link.allow(4, &to, &[2]);
         link.post(3, &from, &[0]);
-        link.tx.retract(tag(3));
+        link.tx.retract(PEER, tag(3));
         link.post(4, &from, &[0]);
         link.until("the next room", |link| link.acked(4) == 1);
         assert_eq!(link.gate.placed.len(), 1);
@@ -445,4 +445,121 @@ fn a_peer_that_sends_on_without_reading_its_answers_loses_the_lane_not_our_memor
         assert!(Instant::now() < deadline, "the lane stays up, {} bytes left", left.len());
     }
     assert!(lane_down(&events).unwrap().contains("without reading"), "{events:?}");
+}
+
+/// A driver whose kernel refuses zero-copy sends.
+struct Refusing {
+    driver: Epoll,
+    refused: Vec<Done>,
+}
+
+impl Driver for Refusing {
+    const SPINS: bool = false;
+
+    fn add(&mut self, lane: u32, fd: RawFd) -> Result<(), Errno> {
+        self.driver.add(lane, fd)
+    }
+
+    fn remove(&mut self, lane: u32, fd: RawFd) {
+        self.driver.remove(lane, fd);
+    }
+
+    fn can_zero_copy(&self) -> bool {
+        true
+    }
+
+    unsafe fn start(
+        &mut self,
+        lane: u32,
+        fd: RawFd,
+        direction: Direction,
+        ticket: u32,
+        message: *mut libc::msghdr,
+    ) {
+        if direction == Direction::SendZeroCopy {
+            // What 6.1 answers to a request for usage reports.
+            let outcome = Outcome::Failed { errno: Errno::INVAL, more: false };
+            self.refused.push(Done { lane, direction, ticket, outcome });
+        } else {
+            // SAFETY: handed on to the caller.
+            unsafe { self.driver.start(lane, fd, direction, ticket, message) };
+        }
+    }
+
+    fn cancel(&mut self, lane: u32, direction: Direction, ticket: u32) {
+        self.driver.cancel(lane, direction, ticket);
+    }
+
+    fn reap(&mut self, done: &mut Vec<Done>) {
+        done.append(&mut self.refused);
+        self.driver.reap(done);
+    }
+
+    fn sleep(&mut self, timeout: Duration) {
+        self.driver.sleep(timeout);
+    }
+}
+
+#[test]
+fn a_lane_whose_zero_copy_sends_are_refused_sends_plain_and_loses_nothing() {
+    let make = || Refusing { driver: epoll(), refused: Vec::new() };
+    let mut link = Link::new(make, ZeroCopy::Try);
+    let (from, to) = (pool(256 << 10), pool(256 << 10));
+    fill(&from, 0, 7);
+    link.allow(3, &to, &[1]);
+    link.post(3, &from, &[0]);
+    link.until("the acknowledgement", |link| link.acked(3) == 1);
+    assert_eq!(content(&to, 1), vec![7; 256 << 10]);
+    assert!(lane_down(&link.sent).is_none());
+}
+
+#[test]
+fn a_lane_that_always_has_something_to_read_does_not_keep_the_others_from_being_seen() {
+    let (busy_end, busy) = socket_pair();
+    let (other_end, other) = socket_pair();
+    let mut rx = TcpFabric::new(epoll(), ZeroCopy::Off);
+    rx.add_lane(PeerIndex(0), 1, busy, false);
+    rx.add_lane(PeerIndex(1), 2, other, false);
+    let (mut gate, mut events) = (TestGate::default(), Vec::new());
+    // Both receives wait; from here on the busy lane is never empty.
+    rx.poll(&mut gate, &mut events);
+    rx.poll(&mut gate, &mut events);
+    busy_end.set_nonblocking(false).unwrap();
+    let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let writer = {
+        let stop = Arc::clone(&stop);
+        std::thread::spawn(move || {
+            let mut busy_end = &busy_end;
+            for seq in 1.. {
+                let frame = DataFrame {
+                    seq,
+                    slot: 9,
+                    epoch: Epoch(1),
+                    pool: 0,
+                    layer: 0,
+                    layers: 1,
+                    at: 0,
+                    count: 1,
+                    first: 0,
+                    pieces: 1,
+                    payload_bytes: 1 << 20,
+                };
+                let header = Frame::Data(frame).encode();
+                let done =
+                    busy_end.write_all(&header).and_then(|()| busy_end.write_all(&[0; 1 << 20]));
+                if done.is_err() || stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    return;
+                }
+            }
+        })
+    };
+    let deadline = Instant::now() + PATIENCE;
+    (&other_end).write_all(&[0x5a; HEADER_BYTES]).unwrap();
+    while !events.iter().any(|event| matches!(event, Event::LaneDown { lane: 2, .. })) {
+        rx.poll(&mut gate, &mut events);
+        assert!(Instant::now() < deadline, "the other lane is not seen");
+    }
+    stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    drop(rx);
+    writer.join().unwrap();
 }

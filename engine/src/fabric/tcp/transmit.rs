@@ -2,6 +2,8 @@
 
 use std::collections::VecDeque;
 
+use rustix::io::Errno;
+
 use super::driver::{Direction, HEADERS_PER_LANE, OpMemoryBox};
 use super::filler::FILLER_BYTES;
 use super::strips::{Queued, StripQueue};
@@ -174,7 +176,9 @@ impl Transmit {
                 notified: false,
             });
         }
-        let message = self.memory.fill(self.strips.iter().map(|strip| (strip.addr, strip.bytes)));
+        let strips = self.strips.iter().map(|strip| (strip.addr, strip.bytes));
+        // SAFETY: no send is in flight, as was checked above.
+        let message = unsafe { self.memory.fill(strips) };
         self.in_flight = Some(InFlight { direction, ticket, cancelling: false });
         Some(Operation { message, direction, ticket })
     }
@@ -253,7 +257,9 @@ impl Transmit {
     fn push_header(&mut self, frame: Frame, tag: Option<RoomTag>, payload_bytes: u64) {
         let slot = (self.headers % HEADERS_PER_LANE as u64) as usize;
         self.headers += 1;
-        self.memory.set_header(slot, frame.encode());
+        // SAFETY: `fill` gets here only when no send is in flight and this slot is held by none of
+        // the zero-copy sends whose notification is outstanding (`headers_are_held`).
+        unsafe { self.memory.set_header(slot, frame.encode()) };
         let addr = self.memory.header_addr(slot);
         self.strips.push(Queued { addr, bytes: HEADER_BYTES, owner: None, header: true });
         self.leaving.push_back((tag, HEADER_BYTES as u64 + payload_bytes));
@@ -284,8 +290,8 @@ impl Transmit {
             send.notified = true;
         }
         self.retire_zero_copy();
-        for tag in std::mem::take(&mut self.disowned) {
-            self.disown(tag);
+        for tag in self.disowned.drain(..) {
+            self.strips.disown(tag, super::filler::zeros().unwrap_or_default());
         }
     }
 
@@ -319,22 +325,20 @@ impl Transmit {
             }
             posting.tag != tag
         });
-        if self.in_flight.is_some() {
+        self.disown_unplanned(tag);
+        if self.in_flight.is_some() && self.strips.iter().any(|strip| strip.owner == Some(tag)) {
             self.disowned.push(tag);
-            return self.strips.iter().any(|strip| strip.owner == Some(tag));
+            return true;
         }
-        self.disown(tag);
         false
     }
 
-    /// Replaces what is left of a room's frames by filler. Its peer counts that as arrived; the room
-    /// has failed, and was not said to be finished, so nobody will call it done.
-    fn disown(&mut self, tag: RoomTag) {
-        self.leaving
-            .iter_mut()
-            .filter(|(owner, _)| *owner == Some(tag))
-            .for_each(|(owner, _)| *owner = None);
-        self.strips.disown(tag, super::filler::zeros().unwrap_or_default());
+    /// Replaces what is left of a room's frames, but for what is laid out in strips, by filler. Its peer
+    /// counts that as arrived; the room has failed, and was not said to be finished, so nobody will
+    /// call it done.
+    fn disown_unplanned(&mut self, tag: RoomTag) {
+        let of_room = |owner: &&mut (Option<RoomTag>, u64)| owner.0 == Some(tag);
+        self.leaving.iter_mut().filter(of_room).for_each(|(owner, _)| *owner = None);
         if let Some(Filling::Pages { tag: filling, runs }) = &mut self.filling
             && *filling == tag
         {
@@ -355,13 +359,24 @@ impl Transmit {
         !self.zero_copy_sends.is_empty()
     }
 
-    /// The lane is gone: whose frames were not acknowledged.
-    pub(super) fn abandon(&mut self) -> impl Iterator<Item = RoomTag> {
+    /// The lane is gone: whose frames were sent and not acknowledged, and the frames not begun.
+    pub(super) fn abandon(
+        &mut self,
+    ) -> (impl Iterator<Item = RoomTag>, impl Iterator<Item = Posting>) {
         self.strips.clear();
         self.filling = None;
-        self.ledger
-            .drain()
-            .map(|(tag, _)| tag)
-            .chain(self.waiting.drain(..).map(|posting| posting.tag))
+        (self.ledger.drain().map(|(tag, _)| tag), self.waiting.drain(..))
+    }
+
+    /// A zero-copy send was refused with this error. Says whether a plain one may not be: then the
+    /// lane sends plain from now on.
+    pub(super) fn give_up_zero_copy(&mut self, errno: Errno) -> bool {
+        let refused =
+            matches!(errno, Errno::INVAL | Errno::OPNOTSUPP | Errno::NOMEM | Errno::NOBUFS);
+        if refused && self.zero_copy {
+            self.zero_copy = false;
+            tracing::debug!(%errno, "zero-copy sends are refused on this lane; switched off");
+        }
+        refused
     }
 }

@@ -29,6 +29,8 @@ pub(crate) struct Uring {
     ring: IoUring,
     wakeup: Arc<Wakeup>,
     zero_copy: bool,
+    /// Ends that had to be taken to make place for submissions.
+    early: Vec<Done>,
 }
 
 impl std::fmt::Debug for Uring {
@@ -72,7 +74,7 @@ impl Uring {
             }
         }
         let sendmsg_zc = probe.is_supported(opcode::SendMsgZc::CODE);
-        let mut uring = Self { ring, wakeup, zero_copy: sendmsg_zc };
+        let mut uring = Self { ring, wakeup, zero_copy: sendmsg_zc, early: Vec::new() };
         uring.arm_wakeup();
         Ok((uring, UringFeatures { defer_taskrun, sendmsg_zc }))
     }
@@ -93,29 +95,47 @@ impl Uring {
     unsafe fn push(&mut self, entry: &squeue::Entry) {
         // SAFETY: handed on to the caller.
         while unsafe { self.ring.submission().push(entry) }.is_err() {
-            // Full: submit what is there. The kernel takes entries unless it is out of memory, in
-            // which case it is asked again.
-            let _ = self.ring.submit();
+            // Full: submit what is there. A kernel whose completion queue is full takes nothing
+            // (EBUSY) until completions are taken.
+            if self.ring.submit().is_err() {
+                self.collect();
+            }
+        }
+    }
+
+    /// Takes the completions that are there.
+    fn collect(&mut self) {
+        let mut rearm = false;
+        for entry in self.ring.completion() {
+            match entry.user_data() {
+                KEY_CANCEL => {}
+                KEY_WAKEUP => {
+                    self.wakeup.drain();
+                    rearm = true;
+                }
+                key => self.early.push(decode(key, &entry)),
+            }
+        }
+        if rearm {
+            self.arm_wakeup();
         }
     }
 }
 
-/// The best ring the kernel allows: completions deferred to the worker, else run in its next call.
+/// The best ring the kernel allows: completions run when the worker asks (Linux 6.1), else in its next
+/// system call (5.19), else whenever the kernel likes.
 fn open_ring() -> Result<(IoUring, bool), String> {
-    let deferred = IoUring::builder()
-        .setup_single_issuer()
-        .setup_defer_taskrun()
-        .setup_taskrun_flag()
-        .setup_clamp()
-        .setup_cqsize(COMPLETION_ENTRIES)
-        .build(RING_ENTRIES);
+    let build = |setup: fn(&mut io_uring::Builder) -> &mut io_uring::Builder| {
+        let mut builder = IoUring::builder();
+        setup(builder.setup_clamp().setup_cqsize(COMPLETION_ENTRIES)).build(RING_ENTRIES)
+    };
+    let deferred =
+        build(|ring| ring.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag());
     if let Ok(ring) = deferred {
         return Ok((ring, true));
     }
-    IoUring::builder()
-        .setup_clamp()
-        .setup_cqsize(COMPLETION_ENTRIES)
-        .build(RING_ENTRIES)
+    build(|ring| ring.setup_coop_taskrun().setup_taskrun_flag())
+        .or_else(|_| build(|ring| ring))
         .map(|ring| (ring, false))
         .map_err(|error| {
             let hint = match error.raw_os_error() {
@@ -189,20 +209,8 @@ impl Driver for Uring {
             // EBUSY and EAGAIN mean that completions must be taken first, which happens next.
             let _ = self.ring.submit();
         }
-        let mut rearm = false;
-        for entry in self.ring.completion() {
-            match entry.user_data() {
-                KEY_CANCEL => {}
-                KEY_WAKEUP => {
-                    self.wakeup.drain();
-                    rearm = true;
-                }
-                key => done.push(decode(key, &entry)),
-            }
-        }
-        if rearm {
-            self.arm_wakeup();
-        }
+        self.collect();
+        done.append(&mut self.early);
     }
 
     fn sleep(&mut self, timeout: Duration) {

@@ -15,7 +15,7 @@ use crate::memory::PoolId;
 use crate::room::cell::{Bound, BoundPool, RoomCell};
 use crate::room::sender::{Sender, SenderEvent};
 use crate::wire::message::{Grant, Message};
-use crate::worker::{Timer, Worker};
+use crate::worker::{TABLE_FULL, Timer, Worker};
 
 impl<F: Fabric> Worker<F> {
     pub(in crate::worker) fn open(
@@ -25,6 +25,14 @@ impl<F: Fabric> Worker<F> {
         peer: Option<Incarnation>,
         deadline: Micros,
     ) {
+        if self.stopping {
+            return self.end_unstarted(
+                now,
+                &cell,
+                FailureKind::Shutdown,
+                "the engine was shut down",
+            );
+        }
         let room = SendRoom {
             cell: Arc::clone(&cell),
             core: Sender::new(deadline),
@@ -38,12 +46,8 @@ impl<F: Fabric> Worker<F> {
             asked: None,
         };
         let Ok((slot, generation)) = self.sending.rooms.insert(room) else {
-            // The caller's thread counts rooms; this is only reached if it counted wrong.
-            let causes = vec!["the engine's room table is full".to_owned()];
-            let failure = self.failure(&cell, Role::Sender, FailureKind::Shutdown, None, causes);
-            cell.end(Err(failure), now.0);
-            cell.release();
-            return;
+            debug_assert!(false, "callers reserve a place first");
+            return self.end_unstarted(now, &cell, FailureKind::Aborted, TABLE_FULL);
         };
         cell.slot.store(slot, Ordering::Relaxed);
         self.timers.set(deadline, Timer::Send { slot, generation });
@@ -103,14 +107,17 @@ impl<F: Fabric> Worker<F> {
             self.bind(now, slot, peer, session, until, grant);
             return;
         }
-        let busy = self.sending.rooms.iter().any(|(_, room)| {
-            room.cell.room == grant.room
-                && room.core.is_live()
-                && room.bound.as_ref().is_some_and(|bound| bound.peer == peer)
+        let busy = self.sending.by_room.get(&(peer, grant.room)).is_some_and(|&slot| {
+            self.sending.rooms.get(slot).is_some_and(|room| room.core.is_live())
         });
         if busy {
             let error = "an earlier epoch of this room id is still live on the sender".to_owned();
             self.refuse_grant(peer, &grant, FailureKind::RoomBusy, error);
+            return;
+        }
+        if self.draining || self.peers.get(peer).is_some_and(|peer| peer.draining) {
+            let error = "the prefill side was told to drain".to_owned();
+            self.refuse_grant(peer, &grant, FailureKind::PeerDraining, error);
             return;
         }
         let pages = pages_of(&grant);
@@ -119,12 +126,15 @@ impl<F: Fabric> Worker<F> {
         }
         if !self.sending.has_place_for(pages) {
             let error = "too many grants wait on the sender for rooms to be opened".to_owned();
-            self.refuse_grant(peer, &grant, FailureKind::GrantTimeout, error);
+            self.refuse_grant(peer, &grant, FailureKind::GrantRefused, error);
             return;
         }
         // The same grant said again after a reconnect, or a newer epoch of the same peer's room.
-        self.sending
-            .forget_grants(|waiting| waiting.peer == peer && waiting.grant.room == grant.room);
+        if self.sending.grants.contains_key(&grant.room) {
+            let of_room =
+                |waiting: &WaitingGrant| waiting.peer == peer && waiting.grant.room == grant.room;
+            self.sending.forget_grants(of_room);
+        }
         let grants = self.sending.grants.entry(grant.room).or_default();
         grants.push(WaitingGrant { peer, session, until, grant });
         self.sending.grants_waiting += 1;
@@ -214,6 +224,7 @@ impl<F: Fabric> Worker<F> {
         };
         room.bound = Some(Granted { peer, epoch: grant.epoch, slot: grant.slot, session, pools });
         self.sending.by_epoch.insert((peer, grant.epoch), slot);
+        self.sending.by_room.insert((peer, grant.room), slot);
         self.step_sender(
             now,
             slot,

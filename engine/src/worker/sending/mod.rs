@@ -10,6 +10,7 @@ use std::sync::atomic::Ordering;
 use bytes::Bytes;
 
 use super::Worker;
+use super::peers::Peer;
 use super::slots::Slots;
 use super::submit::Chunk;
 use crate::fabric::{Fabric, PeerIndex, Posting, RoomTag};
@@ -17,7 +18,7 @@ use crate::failure::{Failure, FailureKind, Landed};
 use crate::ids::{Epoch, Incarnation, Micros, RoomId};
 use crate::plan::{Pieces, Runs, Strips};
 use crate::room::cell::RoomCell;
-use crate::room::sender::{Sender, SenderEvent};
+use crate::room::sender::{Sender, SenderEvent, SenderReaction};
 use crate::wire::frame::{DataFrame, FRAME_BYTES};
 use crate::wire::message::{GRANT_PAGES_MAX, Grant};
 
@@ -70,6 +71,8 @@ pub(in crate::worker) struct Sending {
     pages_waiting: usize,
     grants_max: usize,
     by_epoch: HashMap<(PeerIndex, Epoch), u32>,
+    /// The latest room of an id with a peer.
+    by_room: HashMap<(PeerIndex, RoomId), u32>,
 }
 
 #[derive(Debug)]
@@ -94,6 +97,7 @@ impl Sending {
             pages_waiting: 0,
             grants_max: max_rooms,
             by_epoch: HashMap::new(),
+            by_room: HashMap::new(),
         }
     }
 
@@ -110,6 +114,17 @@ impl Sending {
     /// Whether another grant may wait for its room.
     const fn has_place_for(&self, pages: usize) -> bool {
         self.grants_waiting < self.grants_max && self.pages_waiting + pages <= PAGES_WAITING_MAX
+    }
+
+    /// Forgets the waiting grant of one epoch. Says whether there was one.
+    fn withdraw(&mut self, peer: PeerIndex, room: RoomId, epoch: Epoch) -> bool {
+        let of_epoch =
+            |waiting: &WaitingGrant| waiting.peer == peer && waiting.grant.epoch == epoch;
+        let there = self.grants.get(&room).is_some_and(|grants| grants.iter().any(of_epoch));
+        if there {
+            self.forget_grants(of_epoch);
+        }
+        there
     }
 
     /// Forgets grants of a peer, or those whose time is over.
@@ -142,9 +157,15 @@ impl<F: Fabric> Worker<F> {
         if !room.core.is_live() {
             return;
         }
+        // The core is asked first: a chunk that it does not count must not be sent.
+        if room.core.on(now, SenderEvent::Queued(landed)) != SenderReaction::Nothing {
+            self.stats.late_events += 1;
+            room.cell.chunk_dropped();
+            return;
+        }
         room.cell.mark_first(now.0);
         room.chunks.push_back(chunk);
-        self.step_sender(now, slot, SenderEvent::Queued(landed), Vec::new());
+        room.cell.advance(room.core.state());
         self.make_ready(slot);
     }
 
@@ -182,13 +203,20 @@ impl<F: Fabric> Worker<F> {
         while at < self.posting.len() {
             let peer = self.posting[at];
             while self.fabric.has_room(peer) {
+                if let Some(posting) = self.peers.get_mut(peer).and_then(|p| p.returned.pop_front())
+                {
+                    self.fabric.post(peer, posting);
+                    posted = true;
+                    continue;
+                }
                 let Some(slot) = self.peers.get_mut(peer).and_then(|peer| peer.ready.pop_front())
                 else {
                     break;
                 };
                 posted |= self.post_one(now, peer, slot);
             }
-            if self.peers.get(peer).is_some_and(|peer| !peer.ready.is_empty()) {
+            let more = |peer: &Peer| !peer.ready.is_empty() || !peer.returned.is_empty();
+            if self.peers.get(peer).is_some_and(more) {
                 at += 1;
             } else {
                 self.posting.swap_remove(at);
@@ -204,15 +232,16 @@ impl<F: Fabric> Worker<F> {
         if !room.core.may_post() || room.suspicion.is_some() {
             return false;
         }
-        let (Some(chunk), Some(bound), Some(known)) =
-            (room.chunks.front(), &room.bound, self.peers.get(peer))
-        else {
-            return false;
-        };
+        let Some(chunk) = room.chunks.front() else { return false };
         let pool = chunk.pool.index();
-        let (Some(map), Some(theirs), Some(granted)) =
-            (&self.pools[pool], known.pools.get(pool), &bound.pools[pool])
+        let bound = room.bound.as_ref();
+        let theirs = self.peers.get(peer).and_then(|known| known.pools.get(pool));
+        let granted = bound.and_then(|bound| bound.pools.get(pool)?.as_ref());
+        let map = self.pools.get(pool).and_then(Option::as_ref);
+        let (Some(bound), Some(theirs), Some(granted), Some(map)) = (bound, theirs, granted, map)
         else {
+            let causes = vec!["its pool went away".to_owned()];
+            self.step_sender(now, slot, SenderEvent::Fault(FailureKind::PoolGone), causes);
             return false;
         };
         let pairing = &theirs.pairing;

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use crate::fabric::{Fabric, PeerIndex, RoomTag};
 use crate::failure::{Failure, FailureKind, Landed};
-use crate::ids::{Epoch, Micros, Role};
+use crate::ids::{Epoch, Micros, Role, RoomId};
 use crate::room::cell::NO_SLOT;
 use crate::room::sender::{SenderEvent, SenderReaction};
 use crate::wire::frame::RejectReason;
@@ -61,21 +61,13 @@ impl<F: Fabric> Worker<F> {
 
     pub(in crate::worker) fn sender_tick(&mut self, now: Micros, slot: u32, generation: u32) {
         let Some(room) = self.sending.rooms.get_exact(slot, generation) else { return };
-        if let Some((until, _)) = &room.suspicion
+        if let Some((until, _)) = &mut room.suspicion
             && *until <= now
         {
             // Without a session the peer is being looked for: what comes of that is the cause.
-            let waits = room
-                .bound
-                .as_ref()
-                .and_then(|bound| self.peers.get(bound.peer))
-                .is_some_and(|p| !p.has_session());
-            if waits {
-                let until = now.after_ms(EXPLAIN_WAIT_MS);
-                if let Some((at, _)) = &mut room.suspicion {
-                    *at = until;
-                }
-                self.timers.set(until, Timer::Send { slot, generation });
+            let peer = room.bound.as_ref().and_then(|bound| self.peers.get(bound.peer));
+            if peer.is_some_and(|peer| !peer.has_session()) {
+                *until = now.after_ms(EXPLAIN_WAIT_MS);
             } else if let Some((_, failure)) = room.suspicion.clone() {
                 self.step_sender_with(now, slot, SenderEvent::Fault(failure.kind), failure);
             }
@@ -84,8 +76,13 @@ impl<F: Fabric> Worker<F> {
         if let Some(room) = self.sending.rooms.get_exact(slot, generation)
             && room.core.is_live()
         {
-            let deadline = room.core.deadline();
-            self.timers.set(deadline, Timer::Send { slot, generation });
+            let suspicion = room.suspicion.as_ref().map_or(Micros(u64::MAX), |(until, _)| *until);
+            let next = room.core.deadline().min(if suspicion > now {
+                suspicion
+            } else {
+                Micros(u64::MAX)
+            });
+            self.timers.set(next, Timer::Send { slot, generation });
         }
     }
 
@@ -94,15 +91,13 @@ impl<F: Fabric> Worker<F> {
         &mut self,
         now: Micros,
         peer: PeerIndex,
-        epoch: Epoch,
+        (room, epoch): (RoomId, Epoch),
         told: Result<(), Failure>,
     ) {
         let Some(&slot) = self.sending.by_epoch.get(&(peer, epoch)) else {
             // A grant that was never matched is withdrawn; anything else is late.
-            let before = self.sending.grants_waiting;
-            self.sending
-                .forget_grants(|waiting| waiting.peer == peer && waiting.grant.epoch == epoch);
-            self.stats.late_events += u64::from(self.sending.grants_waiting == before);
+            let withdrawn = self.sending.withdraw(peer, room, epoch);
+            self.stats.late_events += u64::from(!withdrawn);
             return;
         };
         match told {
@@ -219,19 +214,7 @@ impl<F: Fabric> Worker<F> {
             SenderReaction::Fail(_) => {
                 let landed = room.core.acked();
                 let Some(failure) = failure else { return };
-                if let Some(bound) = &room.bound {
-                    let (peer, epoch) = (bound.peer, bound.epoch);
-                    let message = Message::Failed {
-                        room: room_id,
-                        epoch,
-                        to: Role::Receiver,
-                        failure: Box::new(failure.clone()),
-                    };
-                    self.peers.tell(peer, message.clone());
-                    if let Some(known) = self.peers.get(peer) {
-                        self.verdicts.keep(known.incarnation, epoch, Role::Sender, message);
-                    }
-                }
+                self.tell_failed(slot, &failure);
                 self.end_sender(now, slot, Err(failure), landed);
             }
             SenderReaction::FailUnknown(kind) => {
@@ -246,8 +229,22 @@ impl<F: Fabric> Worker<F> {
                     format!("everything was sent and the receiver cannot be asked ({kind})")
                 };
                 failure.causes = vec![outer, under];
+                self.tell_failed(slot, &failure);
                 self.end_sender(now, slot, Err(failure), landed);
             }
+        }
+    }
+
+    /// Tells the receiver that the room has failed, and keeps it for when it asks again.
+    fn tell_failed(&mut self, slot: u32, failure: &Failure) {
+        let Some(room) = self.sending.rooms.get(slot) else { return };
+        let Some(bound) = &room.bound else { return };
+        let (room, epoch, peer) = (room.cell.room, bound.epoch, bound.peer);
+        let failure = Box::new(failure.clone());
+        let message = Message::Failed { room, epoch, to: Role::Receiver, failure };
+        self.peers.tell(peer, message.clone());
+        if let Some(known) = self.peers.get(peer) {
+            self.verdicts.keep(known.incarnation, epoch, Role::Sender, message);
         }
     }
 
@@ -256,7 +253,7 @@ impl<F: Fabric> Worker<F> {
         let generation = self.sending.rooms.generation(slot);
         let Some(room) = self.sending.rooms.get_mut(slot) else { return };
         for _ in room.chunks.drain(..) {
-            room.cell.chunk_posted();
+            room.cell.chunk_dropped();
         }
         if room.bound.is_none() {
             let id = room.cell.room;
@@ -273,8 +270,22 @@ impl<F: Fabric> Worker<F> {
         }
         room.cell.end(verdict, now.0);
         let cell = Arc::clone(&room.cell);
+        let peer = room.bound.as_ref().map(|bound| bound.peer);
         self.tell_ended(cell);
-        self.fabric.retract(RoomTag { slot, generation });
+        let tag = RoomTag { slot, generation };
+        match peer {
+            Some(peer) => {
+                if let Some(known) = self.peers.get_mut(peer) {
+                    known.returned.retain(|posting| posting.tag != tag);
+                }
+                self.fabric.retract(peer, tag);
+            }
+            // Never granted, so nothing of it was ever given to a lane.
+            None => {
+                self.source_quiet(tag);
+                self.after_release();
+            }
+        }
     }
 
     /// Nothing reads the room's pages any more.
@@ -285,6 +296,10 @@ impl<F: Fabric> Worker<F> {
         if let Some(room) = self.sending.rooms.remove(tag.slot) {
             if let Some(bound) = &room.bound {
                 self.sending.by_epoch.remove(&(bound.peer, bound.epoch));
+                let key = (bound.peer, room.cell.room);
+                if self.sending.by_room.get(&key) == Some(&tag.slot) {
+                    self.sending.by_room.remove(&key);
+                }
                 if room.cell.verdict().is_some_and(Result::is_err) {
                     let message = Message::Drained { room: room.cell.room, epoch: bound.epoch };
                     self.peers.tell(bound.peer, message);
