@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use kvferry::{AllocOptions, Engine, EngineConfig, IoMode, Pool, PoolLayout, ZeroCopy};
+use kvferry::{
+    AllocOptions, Engine, EngineConfig, IoMode, PageArray, Pool, PoolLayout, Region, ZeroCopy,
+};
 
 /// Shape of the rooms and of the engines; both processes are given the same.
 #[derive(Args, Clone, Debug)]
@@ -26,6 +28,9 @@ pub(crate) struct Shape {
     /// When to ask the kernel for zero-copy sends.
     #[arg(long, value_enum, default_value_t = Zc::Auto)]
     pub(crate) zero_copy: Zc,
+    /// Let the engine allocate the pool (memfd) instead of handing it memory of the process.
+    #[arg(long)]
+    pub(crate) memfd: bool,
     /// Pin the sending worker to the first CPU and the receiving one to the last.
     #[arg(long)]
     pub(crate) pin: bool,
@@ -77,6 +82,9 @@ impl Shape {
         if self.pin {
             args.push("--pin".to_owned());
         }
+        if self.memfd {
+            args.push("--memfd".to_owned());
+        }
         args
     }
 
@@ -87,7 +95,15 @@ impl Shape {
         last_cpu: bool,
     ) -> anyhow::Result<(Engine, Pool)> {
         let layout = PoolLayout::opaque("kv", 0..1, self.pages * 2, self.page_bytes);
-        let pool = Pool::allocate(layout, AllocOptions { huge_pages: false })?;
+        let pool = if self.memfd {
+            Pool::allocate(layout, AllocOptions { huge_pages: false })?
+        } else {
+            // As an inference engine would have it, and as the yardstick has it.
+            let bytes = u64::from(self.pages) * 2 * u64::from(self.page_bytes);
+            let region = Region::from_vec(vec![1; usize::try_from(bytes)?]);
+            let stride = u64::from(self.page_bytes);
+            Pool::new(layout, vec![PageArray { region, offset: 0, stride }])?
+        };
         for page in 0..self.pages * 2 {
             if let Some((region, offset)) = pool.locate(0, 0, page) {
                 region.write_at(offset, &vec![page as u8 | 1; self.page_bytes as usize])?;

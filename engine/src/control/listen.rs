@@ -1,6 +1,7 @@
 //! Accepting peers. Strangers get a bounded number of connections, a bounded time and a bounded number
 //! of bytes; nothing they send ends the listener.
 
+use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -10,7 +11,7 @@ use rustix::net::sockopt::{set_ipv6_v6only, set_socket_reuseaddr};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio::time::Instant;
 
 use super::framing::{self, Kind, Wire};
@@ -22,7 +23,8 @@ use super::{Core, NotAdmitted, lock};
 use crate::config::LANES_MAX;
 use crate::wire::message::Refusal;
 
-/// Connections at once that have not proved themselves. More wait in the backlog.
+/// Connections at once that have not proved themselves. The next one shows the oldest out, so that
+/// idle ones cannot keep peers from coming in.
 const HANDSHAKES_MAX: usize = 64;
 /// Connections that the kernel holds for us: all peers of a large deployment, back at once.
 const BACKLOG: i32 = 1024;
@@ -48,26 +50,25 @@ pub(super) fn bind(addr: SocketAddr) -> io::Result<std::net::TcpListener> {
 
 /// Accepts until the engine goes away.
 pub(super) async fn run(core: Arc<Core>, listener: TcpListener) {
-    let slots = Arc::new(Semaphore::new(HANDSHAKES_MAX));
+    let strangers = Strangers::new();
     let log = Arc::new(LogLimit::new());
     let accepting = async {
         loop {
-            // Never closed.
-            let Ok(slot) = Arc::clone(&slots).acquire_owned().await else { return };
             match listener.accept().await {
                 Ok((stream, from)) => {
+                    let Some((slot, shown_out)) = strangers.enter().await else { return };
                     let (task_core, log) = (Arc::clone(&core), Arc::clone(&log));
                     core.spawn(async move {
                         let closing = task_core.closing();
                         tokio::select! {
                             () = serve(&task_core, stream, canonical(from), slot, &log) => {}
+                            () = shown_out => {}
                             () = closing => {}
                         }
                     });
                 }
                 Err(error) => {
                     log.say(|| tracing::debug!(%error, "cannot accept a connection"));
-                    drop(slot);
                     tokio::time::sleep(ACCEPT_RETRY).await;
                 }
             }
@@ -79,13 +80,72 @@ pub(super) async fn run(core: Arc<Core>, listener: TcpListener) {
     }
 }
 
-async fn serve(
-    core: &Arc<Core>,
-    stream: TcpStream,
-    from: SocketAddr,
-    slot: OwnedSemaphorePermit,
-    log: &LogLimit,
-) {
+/// Connections that have not proved themselves, oldest first.
+#[derive(Debug)]
+struct Strangers {
+    slots: Arc<Semaphore>,
+    doors: Arc<Mutex<Doors>>,
+}
+
+#[derive(Debug, Default)]
+struct Doors {
+    next: u64,
+    waiting: VecDeque<(u64, oneshot::Sender<()>)>,
+}
+
+/// A place among the strangers, held until a connection has proved itself or ends.
+#[derive(Debug)]
+struct Slot {
+    number: u64,
+    doors: Arc<Mutex<Doors>>,
+    _place: OwnedSemaphorePermit,
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        lock(&self.doors).waiting.retain(|(number, _)| *number != self.number);
+    }
+}
+
+impl Strangers {
+    fn new() -> Self {
+        Self { slots: Arc::new(Semaphore::new(HANDSHAKES_MAX)), doors: Arc::default() }
+    }
+
+    /// Takes a place, from the oldest if there is no other; and a future that ends when this one is
+    /// the oldest and its place is taken.
+    async fn enter(&self) -> Option<(Slot, impl Future<Output = ()> + use<>)> {
+        let free = Arc::clone(&self.slots).try_acquire_owned();
+        let place = match free {
+            Ok(place) => place,
+            Err(_) => {
+                if let Some((_, door)) = lock(&self.doors).waiting.pop_front() {
+                    let _ = door.send(());
+                }
+                // Never closed.
+                Arc::clone(&self.slots).acquire_owned().await.ok()?
+            }
+        };
+        let (door, shown_out) = oneshot::channel();
+        let number = {
+            let mut doors = lock(&self.doors);
+            doors.next += 1;
+            let number = doors.next;
+            doors.waiting.push_back((number, door));
+            number
+        };
+        let slot = Slot { number, doors: Arc::clone(&self.doors), _place: place };
+        let shown_out = async {
+            if shown_out.await.is_err() {
+                // It has proved itself.
+                std::future::pending().await
+            }
+        };
+        Some((slot, shown_out))
+    }
+}
+
+async fn serve(core: &Arc<Core>, stream: TcpStream, from: SocketAddr, slot: Slot, log: &LogLimit) {
     let served = tokio::time::timeout(core.connect_timeout(), accept(core, stream, from, slot));
     match served.await {
         Ok(Ok(())) => {}
@@ -106,7 +166,7 @@ async fn accept(
     core: &Arc<Core>,
     mut stream: TcpStream,
     from: SocketAddr,
-    slot: OwnedSemaphorePermit,
+    slot: Slot,
 ) -> Result<(), HandshakeError> {
     stream.set_nodelay(true)?;
     match framing::accept(&mut stream).await? {
@@ -119,7 +179,7 @@ async fn accept_session(
     core: &Arc<Core>,
     stream: TcpStream,
     addr: SocketAddr,
-    slot: OwnedSemaphorePermit,
+    slot: Slot,
 ) -> Result<(), HandshakeError> {
     let mut wire = Wire::new(stream);
     let greeted = handshake::answer(&core.identity, &mut wire).await?;

@@ -7,6 +7,7 @@
 pub(crate) mod tcp;
 
 use std::net::TcpStream;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::failure::Landed;
@@ -54,7 +55,7 @@ pub(crate) enum Event {
     Rejected { tag: RoomTag, lane: u16, reason: RejectReason },
     /// A lane went down with this frame sent, in part or whole, and unacknowledged; whether it was
     /// placed is not known.
-    Lost { tag: RoomTag, lane: u16 },
+    Lost { tag: RoomTag, lane: u16, cause: Arc<str> },
     /// A lane went down before this frame was begun: it can be posted again.
     Returned { peer: PeerIndex, posting: Box<Posting> },
     /// A lane is closed; nothing of it is in flight. All its `Lost` came before.

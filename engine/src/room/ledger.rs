@@ -20,9 +20,11 @@ struct Entry<T> {
     rejected: bool,
 }
 
-/// An acknowledgement of something that was never posted, or was acknowledged before.
+/// An answer to something that was never posted, or was answered before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("frame {seq} acknowledged, the last one posted is {last}")]
+#[error(
+    "an answer to frame {seq}, which was answered before or never sent; the last one sent is {last}"
+)]
 pub(crate) struct NeverPosted {
     pub(crate) seq: u64,
     pub(crate) last: u64,
@@ -49,11 +51,11 @@ impl<T> Ledger<T> {
         self.first + self.entries.len() as u64 - 1
     }
 
-    /// Marks a frame as not placed; it is not reported as acknowledged later.
+    /// Marks a frame as not placed; it is not reported as acknowledged later. Once a frame.
     pub(crate) fn reject(&mut self, seq: u64) -> Result<&T, NeverPosted> {
         let last = self.last();
         let index = seq.checked_sub(self.first).and_then(|index| usize::try_from(index).ok());
-        match index.and_then(|index| self.entries.get_mut(index)) {
+        match index.and_then(|index| self.entries.get_mut(index)).filter(|entry| !entry.rejected) {
             Some(entry) => {
                 entry.rejected = true;
                 Ok(&entry.what)
@@ -125,7 +127,9 @@ mod tests {
         ledger.post('a');
         assert_eq!(ack(&mut ledger, 2), Err(NeverPosted { seq: 2, last: 1 }));
         assert!(ledger.reject(2).is_err() && ledger.reject(0).is_err());
-        assert_eq!(ack(&mut ledger, 1).unwrap(), "a");
+        assert!(ledger.reject(1).is_ok() && ledger.reject(1).is_err(), "rejected twice");
+        ledger.post('b');
+        assert_eq!(ack(&mut ledger, 2).unwrap(), "b");
     }
 
     #[test]

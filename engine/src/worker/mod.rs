@@ -250,7 +250,7 @@ impl<F: Fabric> Worker<F> {
             // Its rooms were checked against the layouts it had.
             return self.expel(peer, "it came back with other layouts than it had");
         }
-        entry.session_up(addr.to_string(), outbox);
+        entry.session_up(now, addr.to_string(), outbox);
         // Ends before beginnings: an id that is used again must have ended first. A peer that was given
         // up and comes back, having been stopped, hears what became of its rooms.
         let told: Vec<Message> = self.verdicts.of(peer).cloned().collect();
@@ -354,9 +354,10 @@ impl<F: Fabric> Worker<F> {
                 }
             }
             Event::Rejected { tag, lane, reason } => self.rejected(now, tag, lane, reason),
-            Event::Lost { tag, lane } => {
-                let cause = "the lane went down with writes of this room under way".to_owned();
-                self.suspect(now, tag, lane, FailureKind::LaneLost, cause);
+            Event::Lost { tag, lane, cause } => {
+                let what = "the lane went down with writes of this room under way".to_owned();
+                let causes = vec![what, cause.as_ref().to_owned()];
+                self.suspect(now, tag, lane, FailureKind::LaneLost, causes);
             }
             Event::LaneDown { peer, lane, cause } => {
                 if let Some(known) = self.peers.get_mut(peer) {

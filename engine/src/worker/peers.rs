@@ -7,7 +7,7 @@ use tokio::sync::mpsc;
 
 use super::slots::Slots;
 use crate::fabric::{PeerIndex, Posting};
-use crate::ids::Incarnation;
+use crate::ids::{Incarnation, Micros};
 use crate::memory::{PageMap, Pairing};
 use crate::wire::message::Message;
 
@@ -28,6 +28,8 @@ pub(super) struct Peer {
     backlog: VecDeque<Message>,
     /// Sessions so far.
     pub(super) session: u64,
+    /// When the latest one came up.
+    pub(super) session_since: Micros,
     /// Sending rooms with frames to post, in turn.
     pub(super) ready: VecDeque<u32>,
     /// Frames that a lane gave back unsent; they go first.
@@ -67,6 +69,7 @@ impl Peer {
             outbox: None,
             backlog: VecDeque::new(),
             session: 0,
+            session_since: Micros(0),
             ready: VecDeque::new(),
             returned: VecDeque::new(),
             lanes: 0,
@@ -80,11 +83,12 @@ impl Peer {
         self.pools.iter().map(|pool| &pool.pairing).eq(pairings)
     }
 
-    pub(super) fn session_up(&mut self, addr: String, outbox: mpsc::Sender<Message>) {
+    pub(super) fn session_up(&mut self, now: Micros, addr: String, outbox: mpsc::Sender<Message>) {
         self.addr = addr;
         self.outbox = Some(outbox);
         self.backlog.clear();
         self.session += 1;
+        self.session_since = now;
     }
 
     /// What was not sent is not kept: what still stands is said again when the peer is back.

@@ -109,6 +109,10 @@ fn pin(cpu: usize) -> std::io::Result<()> {
     Ok(rustix::thread::sched_setaffinity(None, &set)?)
 }
 
+#[cfg_attr(
+    feature = "io-uring",
+    expect(clippy::large_enum_variant, reason = "one, moved once at start")
+)]
 enum Opened {
     #[cfg(feature = "io-uring")]
     Uring(crate::fabric::tcp::uring::Uring),

@@ -17,6 +17,7 @@ pub(crate) mod uring;
 
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -195,12 +196,13 @@ impl<D: Driver> TcpFabric<D> {
             lanes.retain(|&other| other != index);
         }
         let number = lane.number;
+        let cause: Arc<str> = lane.closing.take().unwrap_or_default().into();
         let peer = lane.peer;
         let (lost, returned) = lane.transmit.abandon();
-        events.extend(lost.map(|tag| Event::Lost { tag, lane: number }));
+        events.extend(lost.map(|tag| Event::Lost { tag, lane: number, cause: Arc::clone(&cause) }));
         events.extend(returned.map(|posting| Event::Returned { peer, posting: Box::new(posting) }));
-        let cause = lane.closing.take().unwrap_or_default();
-        events.push(Event::LaneDown { peer: lane.peer, lane: number, cause });
+        let cause = cause.as_ref().to_owned();
+        events.push(Event::LaneDown { peer, lane: number, cause });
     }
 
     /// Reports the rooms that were given up and are touched by nothing any more.
@@ -247,12 +249,10 @@ fn receive(
             }
             Arrived::Answer(Frame::Ack { seq }) => lane
                 .transmit
-                .ledger
                 .acknowledge(seq, |(tag, landed)| events.push(Event::Acked { tag, landed }))
                 .map_err(|error| error.to_string())?,
             Arrived::Answer(Frame::Reject { seq, reason, .. }) => {
-                let &(tag, _) =
-                    lane.transmit.ledger.reject(seq).map_err(|error| error.to_string())?;
+                let tag = lane.transmit.reject(seq).map_err(|error| error.to_string())?;
                 events.push(Event::Rejected { tag, lane: lane.number, reason });
             }
             Arrived::Answer(Frame::Data(_)) => {}

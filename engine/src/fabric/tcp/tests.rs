@@ -347,7 +347,7 @@ each_driver! {
         link.rx.close_peer(PEER, "a test");
         link.until("both ends to be down", |link| lane_down(&link.sent).is_some() && lane_down(&link.received).is_some());
         let lost: Vec<_> = link.sent.iter().filter_map(|event| match event {
-            Event::Lost { tag, lane: 1 } => Some(tag.slot),
+            Event::Lost { tag, lane: 1, .. } => Some(tag.slot),
             _ => None,
         }).collect();
         assert_eq!(lost, [3, 4]);
@@ -403,9 +403,9 @@ fn a_lane_out_of_step_is_closed_with_what_was_wrong() {
     assert!(against_socket(&Frame::Data(data).encode()).contains("frame 2 came where 1 was due"));
     let huge = DataFrame { seq: 1, payload_bytes: u32::MAX, ..data };
     assert!(against_socket(&Frame::Data(huge).encode()).contains("announces 4294967295 bytes"));
-    assert!(against_socket(&Frame::Ack { seq: 1 }.encode()).contains("the last one posted is 0"));
+    assert!(against_socket(&Frame::Ack { seq: 1 }.encode()).contains("the last one sent is 0"));
     let reject = Frame::Reject { seq: 7, slot: 0, epoch: Epoch(1), reason: RejectReason::Revoked };
-    assert!(against_socket(&reject.encode()).contains("the last one posted is 0"));
+    assert!(against_socket(&reject.encode()).contains("the last one sent is 0"));
 }
 
 #[test]

@@ -10,7 +10,7 @@ use super::strips::{Queued, StripQueue};
 use crate::fabric::{Posting, RoomTag};
 use crate::failure::Landed;
 use crate::plan::Runs;
-use crate::room::ledger::Ledger;
+use crate::room::ledger::{Ledger, NeverPosted};
 use crate::wire::frame::{FRAME_BYTES, Frame, HEADER_BYTES};
 
 /// Frames a lane may have sent and not had acknowledged. With frames of 1 MiB, four times the
@@ -42,7 +42,9 @@ pub(super) struct Transmit {
     waiting_bytes: u64,
     /// The frame whose header is queued and whose payload is not yet, all of it.
     filling: Option<Filling>,
-    pub(super) ledger: Ledger<Posted>,
+    ledger: Ledger<Posted>,
+    /// Payload bytes of the frames in the ledger that were not rejected.
+    unacked_bytes: u64,
     /// Rejects to be sent; at most a window of them.
     rejects: VecDeque<Frame>,
     /// Highest data frame of the peer's to acknowledge, if it was not yet.
@@ -108,6 +110,7 @@ impl Transmit {
             waiting_bytes: 0,
             filling: None,
             ledger: Ledger::new(WINDOW_FRAMES),
+            unacked_bytes: 0,
             rejects: VecDeque::with_capacity(WINDOW_FRAMES),
             ack: None,
             headers: 0,
@@ -129,8 +132,29 @@ impl Transmit {
     }
 
     /// Bytes that stand before a frame posted now.
-    pub(super) fn backlog(&self) -> u64 {
-        self.waiting_bytes + self.strips.bytes()
+    /// What is not acknowledged counts: a lane that a fault has silenced must not look empty.
+    pub(super) const fn backlog(&self) -> u64 {
+        self.waiting_bytes + self.unacked_bytes
+    }
+
+    /// The peer has placed, or answered, every frame up to `seq`.
+    pub(super) fn acknowledge(
+        &mut self,
+        seq: u64,
+        mut placed: impl FnMut(Posted),
+    ) -> Result<(), NeverPosted> {
+        let unacked = &mut self.unacked_bytes;
+        self.ledger.acknowledge(seq, |posted| {
+            *unacked -= posted.1.bytes;
+            placed(posted);
+        })
+    }
+
+    /// The peer has not placed a frame. Tells whose it was.
+    pub(super) fn reject(&mut self, seq: u64) -> Result<RoomTag, NeverPosted> {
+        let &(tag, landed) = self.ledger.reject(seq)?;
+        self.unacked_bytes -= landed.bytes;
+        Ok(tag)
     }
 
     pub(super) fn post(&mut self, posting: Posting) {
@@ -238,6 +262,7 @@ impl Transmit {
                     {
                         self.waiting_bytes -= u64::from(posting.frame.payload_bytes);
                         let mut frame = posting.frame;
+                        self.unacked_bytes += u64::from(frame.payload_bytes);
                         frame.seq = self.ledger.post((posting.tag, posting.landed()));
                         self.push_header(
                             Frame::Data(frame),

@@ -52,25 +52,24 @@ impl<F: Fabric> Worker<F> {
         cell.slot.store(slot, Ordering::Relaxed);
         self.timers.set(deadline, Timer::Send { slot, generation });
         let peers = &self.peers;
-        let matching = self.sending.grants.get_mut(&cell.room).and_then(|grants| {
-            let fits = |grant: &WaitingGrant| {
-                grant.until > now
-                    && peer.is_none_or(|wanted| {
-                        peers.get(grant.peer).is_some_and(|peer| peer.incarnation == wanted)
-                    })
-            };
-            grants.iter().position(fits).map(|at| grants.remove(at))
-        });
-        match matching {
-            Some(waiting) => {
-                self.sending.grants_waiting -= 1;
-                self.sending.pages_waiting -= pages_of(&waiting.grant);
-                if self.sending.grants.get(&cell.room).is_some_and(Vec::is_empty) {
-                    self.sending.grants.remove(&cell.room);
-                }
-                self.bind(now, slot, waiting.peer, waiting.session, waiting.until, waiting.grant);
+        let fits = |waiting: &WaitingGrant| {
+            let from = peers.get(waiting.peer).map(|peer| peer.incarnation);
+            waiting.until > now && (peer.is_none() || peer == from)
+        };
+        let mut fitting = self.sending.take_grants(cell.room, fits);
+        if !fitting.is_empty() {
+            let waiting = fitting.remove(0);
+            for other in fitting {
+                self.sending.keep_grant(other);
             }
-            None => self.sending.waiting.entry(cell.room).or_default().push(slot),
+            self.bind(now, slot, waiting.peer, waiting.session, waiting.until, waiting.grant);
+            return;
+        }
+        self.sending.waiting.entry(cell.room).or_default().push(slot);
+        if let Some(failure) = self.sending.early_end(now, cell.room, Role::Receiver) {
+            // The receiver gave its grant up before this room was opened.
+            let event = SenderEvent::Fault(failure.kind);
+            self.step_sender_with(now, slot, event, failure);
         }
     }
 
@@ -130,15 +129,17 @@ impl<F: Fabric> Worker<F> {
             return;
         }
         // The same grant said again after a reconnect, or a newer epoch of the same peer's room.
-        if self.sending.grants.contains_key(&grant.room) {
-            let of_room =
-                |waiting: &WaitingGrant| waiting.peer == peer && waiting.grant.room == grant.room;
-            self.sending.forget_grants(of_room);
+        let room = grant.room;
+        self.sending.take_grants(room, |waiting| waiting.peer == peer);
+        if let Some(mut failure) = self.sending.early_end(now, room, Role::Sender) {
+            // The room was opened and given up before this grant came.
+            failure.epoch = grant.epoch;
+            let failure = Box::new(failure);
+            let (epoch, to) = (grant.epoch, Role::Receiver);
+            self.peers.tell(peer, Message::Failed { room, epoch, to, failure });
+            return;
         }
-        let grants = self.sending.grants.entry(grant.room).or_default();
-        grants.push(WaitingGrant { peer, session, until, grant });
-        self.sending.grants_waiting += 1;
-        self.sending.pages_waiting += pages;
+        self.sending.keep_grant(WaitingGrant { peer, session, until, grant });
     }
 
     fn check_grant(&self, peer: PeerIndex, grant: &Grant) -> Option<String> {

@@ -15,7 +15,7 @@ use super::slots::Slots;
 use super::submit::Chunk;
 use crate::fabric::{Fabric, PeerIndex, Posting, RoomTag};
 use crate::failure::{Failure, FailureKind, Landed};
-use crate::ids::{Epoch, Incarnation, Micros, RoomId};
+use crate::ids::{Epoch, Incarnation, Micros, Role, RoomId};
 use crate::plan::{Pieces, Runs, Strips};
 use crate::room::cell::RoomCell;
 use crate::room::sender::{Sender, SenderEvent, SenderReaction};
@@ -25,6 +25,12 @@ use crate::wire::message::{GRANT_PAGES_MAX, Grant};
 /// Pages of all grants that wait for rooms to be opened: sixteen grants of the largest size, 64 MiB of
 /// page lists.
 const PAGES_WAITING_MAX: usize = 16 * GRANT_PAGES_MAX;
+
+/// How long it is remembered that a room was given up before its two sides were matched: as far as one
+/// side may lag behind the other with the same request.
+const EARLY_END_MS: u64 = 10_000;
+/// How many such rooms are remembered.
+const EARLY_ENDS_MAX: usize = 1 << 14;
 
 /// A sending room in the worker.
 #[derive(Debug)]
@@ -71,6 +77,8 @@ pub(in crate::worker) struct Sending {
     pages_waiting: usize,
     grants_max: usize,
     by_epoch: HashMap<(PeerIndex, Epoch), u32>,
+    /// Rooms that one side gave up before they were matched, until when that is remembered, and why.
+    early: HashMap<(RoomId, Role), (Micros, Failure)>,
     /// The latest room of an id with a peer.
     by_room: HashMap<(PeerIndex, RoomId), u32>,
 }
@@ -98,6 +106,7 @@ impl Sending {
             grants_max: max_rooms,
             by_epoch: HashMap::new(),
             by_room: HashMap::new(),
+            early: HashMap::new(),
         }
     }
 
@@ -116,15 +125,42 @@ impl Sending {
         self.grants_waiting < self.grants_max && self.pages_waiting + pages <= PAGES_WAITING_MAX
     }
 
-    /// Forgets the waiting grant of one epoch. Says whether there was one.
-    fn withdraw(&mut self, peer: PeerIndex, room: RoomId, epoch: Epoch) -> bool {
-        let of_epoch =
-            |waiting: &WaitingGrant| waiting.peer == peer && waiting.grant.epoch == epoch;
-        let there = self.grants.get(&room).is_some_and(|grants| grants.iter().any(of_epoch));
-        if there {
-            self.forget_grants(of_epoch);
+    fn keep_grant(&mut self, waiting: WaitingGrant) {
+        self.grants_waiting += 1;
+        self.pages_waiting += pages_of(&waiting.grant);
+        self.grants.entry(waiting.grant.room).or_default().push(waiting);
+    }
+
+    /// Remembers that one side gave a room up before the two were matched.
+    fn remember_early(&mut self, now: Micros, room: RoomId, by: Role, failure: Failure) {
+        if self.early.len() >= EARLY_ENDS_MAX {
+            self.early.retain(|_, (until, _)| *until > now);
         }
-        there
+        if self.early.len() < EARLY_ENDS_MAX {
+            self.early.insert((room, by), (now.after_ms(EARLY_END_MS), failure));
+        }
+    }
+
+    /// Why the other side of a room had given it up before, if it had a moment ago. Asked once.
+    fn early_end(&mut self, now: Micros, room: RoomId, by: Role) -> Option<Failure> {
+        let (until, failure) = self.early.remove(&(room, by))?;
+        (until > now).then_some(failure)
+    }
+
+    /// Takes the waiting grants of a room that are meant.
+    fn take_grants(
+        &mut self,
+        room: RoomId,
+        meant: impl Fn(&WaitingGrant) -> bool,
+    ) -> Vec<WaitingGrant> {
+        let Some(grants) = self.grants.get_mut(&room) else { return Vec::new() };
+        let taken: Vec<_> = grants.extract_if(.., |waiting| meant(waiting)).collect();
+        if grants.is_empty() {
+            self.grants.remove(&room);
+        }
+        self.grants_waiting -= taken.len();
+        self.pages_waiting -= taken.iter().map(|waiting| pages_of(&waiting.grant)).sum::<usize>();
+        taken
     }
 
     /// Forgets grants of a peer, or those whose time is over.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use super::WaitingGrant;
 use crate::fabric::{Fabric, PeerIndex, RoomTag};
 use crate::failure::{Failure, FailureKind, Landed};
 use crate::ids::{Epoch, Micros, Role, RoomId};
@@ -10,6 +11,7 @@ use crate::room::cell::NO_SLOT;
 use crate::room::sender::{SenderEvent, SenderReaction};
 use crate::wire::frame::RejectReason;
 use crate::wire::message::Message;
+use crate::worker::peers::Peer;
 use crate::worker::{Timer, Worker};
 
 /// How long a fault seen on a lane waits for the words of the control plane: a dead peer closes its
@@ -25,14 +27,14 @@ impl<F: Fabric> Worker<F> {
         tag: RoomTag,
         lane: u16,
         kind: FailureKind,
-        cause: String,
+        causes: Vec<String>,
     ) {
         let Some(room) = self.sending.rooms.get_exact(tag.slot, tag.generation) else { return };
         if room.suspicion.is_some() || !room.core.is_live() {
             return;
         }
         let cell = Arc::clone(&room.cell);
-        let mut failure = self.failure(&cell, Role::Sender, kind, None, vec![cause]);
+        let mut failure = self.failure(&cell, Role::Sender, kind, None, causes);
         failure.lane = Some(lane);
         let until = now.after_ms(EXPLAIN_WAIT_MS);
         if let Some(room) = self.sending.rooms.get_mut(tag.slot) {
@@ -56,7 +58,7 @@ impl<F: Fabric> Worker<F> {
                 (FailureKind::OutsideGrant, "the receiver refused a write: outside the grant")
             }
         };
-        self.suspect(now, tag, lane, kind, cause.to_owned());
+        self.suspect(now, tag, lane, kind, vec![cause.to_owned()]);
     }
 
     pub(in crate::worker) fn sender_tick(&mut self, now: Micros, slot: u32, generation: u32) {
@@ -64,9 +66,13 @@ impl<F: Fabric> Worker<F> {
         if let Some((until, _)) = &mut room.suspicion
             && *until <= now
         {
-            // Without a session the peer is being looked for: what comes of that is the cause.
+            // Without a session the peer is being looked for: what comes of that is the cause. One that
+            // has just come back may still be saying what it was.
             let peer = room.bound.as_ref().and_then(|bound| self.peers.get(bound.peer));
-            if peer.is_some_and(|peer| !peer.has_session()) {
+            let may_explain = |peer: &Peer| {
+                !peer.has_session() || peer.session_since.after_ms(EXPLAIN_WAIT_MS) > now
+            };
+            if peer.is_some_and(may_explain) {
                 *until = now.after_ms(EXPLAIN_WAIT_MS);
             } else if let Some((_, failure)) = room.suspicion.clone() {
                 self.step_sender_with(now, slot, SenderEvent::Fault(failure.kind), failure);
@@ -96,8 +102,13 @@ impl<F: Fabric> Worker<F> {
     ) {
         let Some(&slot) = self.sending.by_epoch.get(&(peer, epoch)) else {
             // A grant that was never matched is withdrawn; anything else is late.
-            let withdrawn = self.sending.withdraw(peer, room, epoch);
-            self.stats.late_events += u64::from(!withdrawn);
+            let of_epoch =
+                |waiting: &WaitingGrant| waiting.peer == peer && waiting.grant.epoch == epoch;
+            if self.sending.take_grants(room, of_epoch).is_empty() {
+                self.stats.late_events += 1;
+            } else if let Err(failure) = told {
+                self.sending.remember_early(now, room, Role::Receiver, failure);
+            }
             return;
         };
         match told {
@@ -202,6 +213,13 @@ impl<F: Fabric> Worker<F> {
                 self.timers.set(deadline, Timer::Send { slot, generation });
             }
             SenderReaction::Done => {
+                if let Some(bound) = &room.bound
+                    && let Some(known) = self.peers.get(bound.peer)
+                {
+                    // Its epoch is over: a grant of it that is said again finds this.
+                    let over = Message::Drained { room: room_id, epoch: bound.epoch };
+                    self.verdicts.keep(known.incarnation, bound.epoch, Role::Sender, over);
+                }
                 let sent = room.core.acked();
                 self.end_sender(now, slot, Ok(()), sent);
             }
