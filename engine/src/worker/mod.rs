@@ -12,6 +12,8 @@ mod sending;
 mod slots;
 pub(crate) mod stats;
 pub(crate) mod submit;
+#[cfg(test)]
+mod tests;
 mod timers;
 mod verdicts;
 pub(crate) mod wake;
@@ -271,8 +273,8 @@ impl<F: Fabric> Worker<F> {
     fn message(&mut self, now: Micros, peer: PeerIndex, message: Message) {
         match message {
             Message::Grant(grant) => self.granted(now, peer, grant),
-            Message::Finished { epoch, sent, aux, .. } => {
-                self.told_finished(now, peer, epoch, sent, aux)
+            Message::Finished { room, epoch, sent, aux } => {
+                self.told_finished(now, peer, (room, epoch), sent, aux);
             }
             Message::Landed { room, epoch, .. } => {
                 self.sender_told(now, peer, (room, epoch), Ok(()));
@@ -282,7 +284,7 @@ impl<F: Fabric> Worker<F> {
                 (failure.room, failure.epoch) = (room, epoch);
                 match to {
                     Role::Sender => self.sender_told(now, peer, (room, epoch), Err(*failure)),
-                    Role::Receiver => self.receiver_told_failed(now, peer, epoch, *failure),
+                    Role::Receiver => self.receiver_told_failed(now, peer, (room, epoch), *failure),
                 }
             }
             // On lanes nothing lands without a grant, so the receiver need not wait for this.

@@ -13,7 +13,7 @@ use super::submit::{AuxSlot, GrantOrder};
 use super::{TABLE_FULL, Timer, Worker};
 use crate::fabric::{Fabric, Gate, PeerIndex};
 use crate::failure::{Failure, FailureKind, Landed};
-use crate::ids::{Epoch, Micros, Role};
+use crate::ids::{Epoch, Micros, Role, RoomId};
 use crate::memory::{PageMap, PoolId};
 use crate::plan::{Pieces, Strips};
 use crate::room::cell::{Bound, BoundPool, NO_SLOT, RoomCell};
@@ -290,21 +290,20 @@ impl<F: Fabric> Worker<F> {
         &mut self,
         now: Micros,
         peer: PeerIndex,
-        epoch: Epoch,
+        (room, epoch): (RoomId, Epoch),
         sent: Landed,
         aux: Bytes,
     ) {
         let Some(slot) = self.slot_of(peer, epoch) else {
-            self.answer_unknown(peer, epoch);
+            self.answer_unknown(peer, room, epoch);
             return;
         };
         let Some(room) = self.receiving.rooms.get_mut(slot) else { return };
         if room.core.is_live() {
             let too_long = aux.len() > room.aux_bytes as usize;
-            let put = room
-                .aux
-                .as_ref()
-                .map(|to| to.region.place_at(to.offset, &aux[..aux.len().min(to.len)]));
+            // A row that is too long touches nothing.
+            let to = room.aux.as_ref().filter(|_| !too_long);
+            let put = to.map(|to| to.region.place_at(to.offset, &aux));
             if too_long || matches!(put, Some(Err(_))) {
                 let causes =
                     vec![format!("an aux row of {} bytes, {} granted", aux.len(), room.aux_bytes)];
@@ -326,11 +325,11 @@ impl<F: Fabric> Worker<F> {
         &mut self,
         now: Micros,
         peer: PeerIndex,
-        epoch: Epoch,
+        (room, epoch): (RoomId, Epoch),
         failure: Failure,
     ) {
         let Some(slot) = self.slot_of(peer, epoch) else {
-            self.answer_unknown(peer, epoch);
+            self.answer_unknown(peer, room, epoch);
             return;
         };
         let Some(room) = self.receiving.rooms.get_mut(slot) else { return };
@@ -343,13 +342,29 @@ impl<F: Fabric> Worker<F> {
         self.receiving.rooms.get(slot).filter(|room| room.peer == peer).map(|_| slot)
     }
 
-    /// A sender asks about a room that is not in the table: it is told the verdict, if that is known.
-    fn answer_unknown(&mut self, peer: PeerIndex, epoch: Epoch) {
+    /// A sender asks about a room that is not in the table: it is told the verdict, or that nobody here
+    /// remembers one.
+    fn answer_unknown(&mut self, peer: PeerIndex, room: RoomId, epoch: Epoch) {
         self.stats.late_events += 1;
         let Some(incarnation) = self.peers.get(peer).map(|peer| peer.incarnation) else { return };
-        if let Some(verdict) = self.verdicts.find(incarnation, epoch, Role::Receiver).cloned() {
-            self.peers.tell(peer, verdict);
-        }
+        let verdict = self.verdicts.find(incarnation, epoch, Role::Receiver).cloned();
+        let answer = verdict.unwrap_or_else(|| {
+            let failure = Failure {
+                kind: FailureKind::PeerForgot,
+                room,
+                epoch,
+                seen_by: Role::Receiver,
+                reporter: self.identity,
+                peer: Some(incarnation),
+                peer_addr: None,
+                lane: None,
+                landed: Landed::default(),
+                retries: 0,
+                causes: vec!["the receiver has no such room, and remembers none".to_owned()],
+            };
+            Message::Failed { room, epoch, to: Role::Sender, failure: Box::new(failure) }
+        });
+        self.peers.tell(peer, answer);
     }
 
     pub(super) fn receiver_tick(&mut self, now: Micros, slot: u32, generation: u32) {
@@ -412,7 +427,7 @@ impl<F: Fabric> Worker<F> {
                 self.stats.late_events += 1;
                 return;
             }
-            (ReceiverReaction::Repeat, _) => return self.answer_unknown(peer, epoch),
+            (ReceiverReaction::Repeat, _) => return self.answer_unknown(peer, id, epoch),
             (ReceiverReaction::Done(landed), _) => {
                 (Ok(()), Some(Message::Landed { room: id, epoch, landed }))
             }
@@ -439,13 +454,14 @@ impl<F: Fabric> Worker<F> {
                 self.verdicts.keep(known.incarnation, epoch, Role::Receiver, message);
             }
         }
-        if let Some(message) = tell {
-            self.peers.tell(peer, message);
-        }
+        // Shown here before it is told there: a caller that hears of the end from the peer finds it.
         if let Some(room) = self.receiving.rooms.get(slot) {
             room.cell.end(verdict, now.0);
             let cell = Arc::clone(&room.cell);
             self.tell_ended(cell);
+        }
+        if let Some(message) = tell {
+            self.peers.tell(peer, message);
         }
         self.fabric.revoke(peer, slot, epoch);
     }

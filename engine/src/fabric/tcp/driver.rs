@@ -32,6 +32,7 @@ pub(crate) enum Outcome {
     /// Nothing moved. `more` as above.
     Failed { errno: Errno, more: bool },
     /// The kernel reads the pages no more. `copied`: it had copied them after all.
+    #[cfg_attr(not(feature = "io-uring"), allow(dead_code, reason = "only io_uring sends so"))]
     Notified { copied: bool },
 }
 

@@ -232,7 +232,11 @@ impl<F: Fabric> Worker<F> {
             SenderReaction::Fail(_) => {
                 let landed = room.core.acked();
                 let Some(failure) = failure else { return };
-                self.tell_failed(slot, &failure);
+                if room.bound.is_none() {
+                    // Nobody can be told yet; whoever grants the room in a moment is.
+                    self.sending.remember_early(now, room_id, Role::Sender, failure.clone());
+                }
+                self.tell_failed(now, slot, &failure);
                 self.end_sender(now, slot, Err(failure), landed);
             }
             SenderReaction::FailUnknown(kind) => {
@@ -247,15 +251,18 @@ impl<F: Fabric> Worker<F> {
                     format!("everything was sent and the receiver cannot be asked ({kind})")
                 };
                 failure.causes = vec![outer, under];
-                self.tell_failed(slot, &failure);
+                self.tell_failed(now, slot, &failure);
                 self.end_sender(now, slot, Err(failure), landed);
             }
         }
     }
 
     /// Tells the receiver that the room has failed, and keeps it for when it asks again.
-    fn tell_failed(&mut self, slot: u32, failure: &Failure) {
+    fn tell_failed(&mut self, now: Micros, slot: u32, failure: &Failure) {
         let Some(room) = self.sending.rooms.get(slot) else { return };
+        // Shown here before it is told there: a caller that hears of the end from the peer finds it.
+        room.cell.count(room.core.acked());
+        room.cell.end(Err(failure.clone()), now.0);
         let Some(bound) = &room.bound else { return };
         let (room, epoch, peer) = (room.cell.room, bound.epoch, bound.peer);
         let failure = Box::new(failure.clone());

@@ -1,0 +1,543 @@
+//! The worker against a fabric of the test's, in virtual time: what is said, when, and in what order.
+
+use bytes::Bytes;
+use tokio::sync::mpsc::{Receiver as Inbox, Sender as Outbox};
+
+use super::submit::{Chunk, GrantOrder};
+use super::*;
+use crate::fabric::{Gate, Posting, RoomTag};
+use crate::failure::Landed;
+use crate::ids::{RoomId, RoomState};
+use crate::memory::{AllocOptions, Pairing, Pool, PoolCard, PoolLayout, pair_all};
+use crate::room::receiver::Receiver;
+use crate::wire::frame::DataFrame;
+use crate::wire::message::{Grant, GrantedPool};
+
+/// Takes every frame, sends none, and is quiet at once.
+#[derive(Default)]
+struct Still {
+    posted: Vec<Posting>,
+    say: Vec<Event>,
+    /// Frames that are placed at the next poll.
+    place: Vec<DataFrame>,
+}
+
+impl Fabric for Still {
+    const SPINS: bool = false;
+
+    fn add_lane(&mut self, _: PeerIndex, _: u16, _: std::net::TcpStream, _: bool) {}
+
+    fn close_peer(&mut self, _: PeerIndex, _: &str) {}
+
+    fn has_room(&self, _: PeerIndex) -> bool {
+        true
+    }
+
+    fn post(&mut self, _: PeerIndex, posting: Posting) {
+        self.posted.push(posting);
+    }
+
+    fn retract(&mut self, _: PeerIndex, tag: RoomTag) {
+        self.say.push(Event::SourceQuiet { tag });
+    }
+
+    fn revoke(&mut self, _: PeerIndex, slot: u32, epoch: Epoch) {
+        self.say.push(Event::TargetQuiet { slot, epoch });
+    }
+
+    fn poll(&mut self, gate: &mut impl Gate, events: &mut Vec<Event>) -> bool {
+        for frame in self.place.drain(..) {
+            if gate.admit(PeerIndex(0), &frame).is_ok() {
+                gate.placed(&frame);
+            }
+        }
+        let any = !self.say.is_empty();
+        events.append(&mut self.say);
+        any
+    }
+
+    fn close(&mut self) -> bool {
+        true
+    }
+
+    fn sleep(&mut self, _: std::time::Duration) {}
+}
+
+const PEER: Incarnation = Incarnation(7);
+
+struct Bench {
+    worker: Worker<Still>,
+    submissions: Outbox<Submission>,
+    mail: Outbox<ToWorker>,
+    control: Inbox<ToControl>,
+    heard: Option<Inbox<Message>>,
+    unreleased: Arc<AtomicU32>,
+    now: Micros,
+    pool: Pool,
+}
+
+fn card(layers: std::ops::Range<u32>) -> PoolCard {
+    let layout = PoolLayout::opaque("kv", layers, 16, 64);
+    PoolCard { page_stride: layout.page_bytes(), layout }
+}
+
+fn pairings(theirs: std::ops::Range<u32>) -> Vec<Pairing> {
+    pair_all(&[card(0..4)], &[card(theirs)]).unwrap()
+}
+
+impl Bench {
+    fn new() -> Self {
+        let pool = Pool::allocate(card(0..4).layout, AllocOptions { huge_pages: false }).unwrap();
+        let (submissions, take_submissions) = mpsc::channel(64);
+        let (mail, inbox) = mpsc::channel(64);
+        let (to_control, control) = mpsc::channel(64);
+        let queues = Queues { submissions: take_submissions, inbox, control: to_control };
+        let pages: Arc<[AtomicU32]> = [AtomicU32::new(16)].into();
+        let pools = (vec![Arc::clone(&pool.map)], pages);
+        let worker =
+            Worker::new(Incarnation(1), Still::default(), queues, pools, 64, 8, Arc::default());
+        let unreleased = Arc::new(AtomicU32::new(0));
+        let now = Micros(1);
+        Self { worker, submissions, mail, control, heard: None, unreleased, now, pool }
+    }
+
+    fn turn(&mut self) {
+        while self.worker.turn(self.now) {}
+    }
+
+    fn after_ms(&mut self, ms: u64) {
+        self.now = self.now.after_ms(ms);
+        self.turn();
+    }
+
+    fn peer_up(&mut self, theirs: std::ops::Range<u32>) {
+        let (outbox, heard) = mpsc::channel(64);
+        self.heard = Some(heard);
+        let addr = "127.0.0.1:1".parse().unwrap();
+        self.mail(ToWorker::PeerUp(PeerUp {
+            peer: PEER,
+            addr,
+            pairings: pairings(theirs),
+            outbox,
+        }));
+    }
+
+    fn mail(&mut self, mail: ToWorker) {
+        self.mail.try_send(mail).unwrap();
+        self.turn();
+    }
+
+    fn hear(&mut self, message: Message) {
+        self.mail(ToWorker::Message { peer: PEER, message });
+    }
+
+    /// What was said to the peer since the last look.
+    fn said(&mut self) -> Vec<Message> {
+        let heard = self.heard.as_mut().unwrap();
+        std::iter::from_fn(|| heard.try_recv().ok()).collect()
+    }
+
+    fn submit(&mut self, submission: Submission) {
+        self.submissions.try_send(submission).unwrap();
+        self.turn();
+    }
+
+    fn cell(&self, room: u64, role: Role) -> Arc<RoomCell> {
+        self.unreleased.fetch_add(1, Ordering::Relaxed);
+        RoomCell::new(RoomId(room), role, self.now.0, &self.unreleased)
+    }
+
+    fn open(&mut self, room: u64) -> Arc<RoomCell> {
+        let cell = self.cell(room, Role::Sender);
+        let deadline = self.now.after_ms(60_000);
+        self.submit(Submission::Open { cell: Arc::clone(&cell), peer: None, deadline });
+        cell
+    }
+
+    fn hear_grant(&mut self, room: u64, epoch: u64) {
+        self.hear(Message::Grant(grant(room, epoch)));
+    }
+
+    fn write(&mut self, cell: &Arc<RoomCell>) {
+        cell.queued_chunks.fetch_add(1, Ordering::Relaxed);
+        let chunk = Chunk { pool: PoolId::FIRST, layers: 0..4, src: [3].into(), at: 0 };
+        self.submit(Submission::Write { cell: Arc::clone(cell), chunk });
+    }
+
+    fn finish(&mut self, cell: &Arc<RoomCell>) {
+        self.submit(Submission::Finish { cell: Arc::clone(cell), aux: Bytes::new() });
+    }
+
+    /// The fabric says of every frame posted so far that it has left.
+    fn sent(&mut self) {
+        let posted = std::mem::take(&mut self.worker.fabric.posted);
+        self.worker
+            .fabric
+            .say
+            .extend(posted.iter().map(|posting| Event::Sent { tag: posting.tag }));
+        self.turn();
+    }
+
+    fn grant(&mut self, room: u64, epoch: u64) -> Arc<RoomCell> {
+        let cell = self.cell(room, Role::Receiver);
+        let order = GrantOrder {
+            cell: Arc::clone(&cell),
+            peer: PEER,
+            epoch: Epoch(epoch),
+            deadline: self.now.after_ms(60_000),
+            pools: vec![(PoolId::FIRST, [3].into())],
+            aux: None,
+            aux_bytes: 64,
+            note: Bytes::new(),
+        };
+        self.submit(Submission::Grant(Box::new(order)));
+        cell
+    }
+
+    fn gone(&mut self, kind: FailureKind) {
+        self.mail(ToWorker::PeerGone { peer: PEER, kind, causes: vec!["a test".to_owned()] });
+    }
+}
+
+fn grant(room: u64, epoch: u64) -> Grant {
+    Grant {
+        room: RoomId(room),
+        epoch: Epoch(epoch),
+        slot: 0,
+        deadline_ms: 60_000,
+        pools: vec![GrantedPool { pool: 0, pages: vec![5] }],
+        aux_bytes: 64,
+        note: Bytes::new(),
+    }
+}
+
+fn kind(cell: &RoomCell) -> Option<FailureKind> {
+    cell.verdict().and_then(|verdict| verdict.as_ref().err()).map(|failure| failure.kind)
+}
+
+fn is_failed(message: &Message, of: u64, what: FailureKind) -> bool {
+    matches!(message, Message::Failed { epoch, failure, .. } if epoch.0 == of && failure.kind == what)
+}
+
+#[test]
+fn a_lane_that_goes_down_a_moment_before_its_peer_is_not_the_cause() {
+    let mut bench = Bench::new();
+    bench.peer_up(0..4);
+    let cell = bench.open(1);
+    bench.hear_grant(1, 1);
+    bench.write(&cell);
+    let tag = bench.worker.fabric.posted[0].tag;
+    bench.worker.fabric.say.push(Event::Lost { tag, lane: 1, cause: "reset".into() });
+    bench.after_ms(10);
+    assert_eq!(kind(&cell), None, "believed before it could be explained");
+    bench.gone(FailureKind::PeerDied);
+    assert_eq!(kind(&cell), Some(FailureKind::PeerDied));
+}
+
+#[test]
+fn a_lane_that_goes_down_alone_is_the_cause_after_a_moment_and_both_sides_are_told() {
+    let mut bench = Bench::new();
+    bench.peer_up(0..4);
+    let cell = bench.open(1);
+    bench.hear_grant(1, 1);
+    bench.write(&cell);
+    bench.said();
+    let tag = bench.worker.fabric.posted[0].tag;
+    // Not in the moment after the session came up, when the peer may still be saying what it was.
+    bench.after_ms(1000);
+    bench.worker.fabric.say.push(Event::Lost { tag, lane: 1, cause: "reset".into() });
+    bench.turn();
+    bench.after_ms(51);
+    assert_eq!(kind(&cell), Some(FailureKind::LaneLost));
+    assert!(bench.said().iter().any(|message| is_failed(message, 1, FailureKind::LaneLost)));
+    let failure = cell.verdict().cloned().unwrap().unwrap_err();
+    assert_eq!((failure.lane, failure.causes[1].as_str()), (Some(1), "reset"));
+}
+
+#[test]
+fn a_lane_lost_while_the_session_is_down_waits_for_what_comes_of_the_peer() {
+    let mut bench = Bench::new();
+    bench.peer_up(0..4);
+    let cell = bench.open(1);
+    bench.hear_grant(1, 1);
+    bench.write(&cell);
+    let tag = bench.worker.fabric.posted[0].tag;
+    bench.mail(ToWorker::PeerDown { peer: PEER });
+    bench.worker.fabric.say.push(Event::Lost { tag, lane: 1, cause: "reset".into() });
+    for _ in 0..20 {
+        bench.after_ms(51);
+    }
+    assert_eq!(kind(&cell), None);
+    bench.gone(FailureKind::PeerRestarted);
+    assert_eq!(kind(&cell), Some(FailureKind::PeerRestarted));
+}
+
+#[test]
+fn a_peer_that_was_given_up_and_comes_back_hears_what_became_of_its_rooms() {
+    let mut bench = Bench::new();
+    bench.peer_up(0..4);
+    let sending = bench.open(1);
+    bench.hear_grant(1, 1);
+    let receiving = bench.grant(2, 9);
+    bench.gone(FailureKind::PeerSilent);
+    assert_eq!(
+        (kind(&sending), kind(&receiving)),
+        (Some(FailureKind::PeerSilent), Some(FailureKind::PeerSilent))
+    );
+    bench.peer_up(0..4);
+    let said = bench.said();
+    assert!(said.iter().any(|message| is_failed(message, 1, FailureKind::PeerSilent)), "{said:?}");
+    assert!(said.iter().any(|message| is_failed(message, 9, FailureKind::PeerSilent)), "{said:?}");
+    // It had not heard yet, and says its grant again: that is no new grant.
+    bench.hear_grant(1, 1);
+    assert!(bench.said().iter().any(|message| is_failed(message, 1, FailureKind::PeerSilent)));
+    let retry = bench.open(1);
+    assert_eq!(retry.state(), RoomState::Bootstrapping, "bound to an epoch that has ended");
+}
+
+#[test]
+fn after_a_reconnect_ends_are_said_before_grants_and_the_mark_last() {
+    let mut bench = Bench::new();
+    bench.peer_up(0..4);
+    let first = bench.grant(7, 1);
+    bench.hear(Message::Finished {
+        room: RoomId(7),
+        epoch: Epoch(1),
+        sent: Landed::default(),
+        aux: Bytes::new(),
+    });
+    assert_eq!(first.state(), RoomState::Success);
+    bench.mail(ToWorker::PeerDown { peer: PEER });
+    bench.grant(7, 2);
+    bench.peer_up(0..4);
+    let said = bench.said();
+    let at = |what: fn(&Message) -> bool| said.iter().position(what);
+    let landed = at(|message| matches!(message, Message::Landed { epoch: Epoch(1), .. })).unwrap();
+    let granted =
+        at(|message| matches!(message, Message::Grant(Grant { epoch: Epoch(2), .. }))).unwrap();
+    assert!(landed < granted, "{said:?}");
+    assert_eq!(said.last(), Some(&Message::Sync));
+}
+
+#[test]
+fn a_grant_that_is_not_said_again_after_a_reconnect_is_forgotten() {
+    let mut bench = Bench::new();
+    bench.peer_up(0..4);
+    let kept = bench.open(1);
+    let forgotten = bench.open(2);
+    bench.hear_grant(1, 1);
+    bench.hear_grant(2, 2);
+    bench.mail(ToWorker::PeerDown { peer: PEER });
+    bench.peer_up(0..4);
+    bench.hear_grant(1, 1);
+    bench.hear(Message::Sync);
+    assert_eq!((kind(&kept), kind(&forgotten)), (None, Some(FailureKind::PeerForgot)));
+}
+
+#[test]
+fn a_peer_that_comes_back_with_other_layouts_is_expelled_and_its_rooms_stay_whole() {
+    let mut bench = Bench::new();
+    bench.peer_up(0..4);
+    let cell = bench.open(1);
+    bench.hear_grant(1, 1);
+    bench.mail(ToWorker::PeerDown { peer: PEER });
+    bench.peer_up(2..6);
+    bench.write(&cell);
+    let mut expelled = false;
+    while let Ok(report) = bench.control.try_recv() {
+        expelled |= matches!(report, ToControl::Expel { peer: PEER, .. });
+    }
+    assert!(expelled);
+    assert_eq!(
+        bench.worker.fabric.posted.len(),
+        1,
+        "posted against the layouts it was checked with"
+    );
+    assert!(bench.pool.layout.layers == (0..4));
+}
+
+#[test]
+fn a_chunk_behind_the_finish_is_not_sent() {
+    let mut bench = Bench::new();
+    bench.peer_up(0..4);
+    let cell = bench.open(1);
+    bench.hear_grant(1, 1);
+    bench.write(&cell);
+    bench.finish(&cell);
+    bench.write(&cell);
+    assert_eq!(bench.worker.fabric.posted.len(), 1);
+    bench.said();
+    bench.sent();
+    let said = bench.said();
+    let sent = Landed { page_writes: 4, bytes: 256 };
+    assert!(matches!(said[..], [Message::Finished { sent: s, .. }] if s == sent), "{said:?}");
+    assert_eq!(cell.queued_chunks.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn a_room_given_up_before_its_sides_met_ends_on_the_other_side_with_the_same_words() {
+    let mut bench = Bench::new();
+    bench.peer_up(0..4);
+    // The sender gives up first, then the grant comes.
+    let cell = bench.open(1);
+    let cause = "no longer wanted".to_owned();
+    bench.submit(Submission::Abort { cell, kind: FailureKind::Aborted, cause: cause.clone() });
+    bench.said();
+    bench.hear_grant(1, 1);
+    assert!(bench.said().iter().any(|message| is_failed(message, 1, FailureKind::Aborted)));
+    // The receiver's grant comes, is given up, and then the room is opened.
+    bench.hear_grant(2, 2);
+    let mut failure = bench.worker.failure(
+        &bench.cell(2, Role::Receiver),
+        Role::Receiver,
+        FailureKind::Aborted,
+        None,
+        vec![cause],
+    );
+    failure.epoch = Epoch(2);
+    bench.hear(Message::Failed {
+        room: RoomId(2),
+        epoch: Epoch(2),
+        to: Role::Sender,
+        failure: Box::new(failure),
+    });
+    let opened = bench.open(2);
+    assert_eq!(kind(&opened), Some(FailureKind::Aborted));
+    // It is said once; the next attempt waits for its own grant.
+    let again = bench.open(2);
+    assert_eq!(again.state(), RoomState::Bootstrapping);
+}
+
+#[test]
+fn a_sender_that_asks_about_a_room_nobody_remembers_is_told_so() {
+    let mut bench = Bench::new();
+    bench.peer_up(0..4);
+    bench.said();
+    bench.hear(Message::Finished {
+        room: RoomId(1),
+        epoch: Epoch(77),
+        sent: Landed::default(),
+        aux: Bytes::new(),
+    });
+    assert!(bench.said().iter().any(|message| is_failed(message, 77, FailureKind::PeerForgot)));
+}
+
+#[test]
+fn frames_a_lane_gives_back_are_posted_again_unless_their_room_has_ended() {
+    let mut bench = Bench::new();
+    bench.peer_up(0..4);
+    let cell = bench.open(1);
+    bench.hear_grant(1, 1);
+    bench.write(&cell);
+    let posting = bench.worker.fabric.posted.remove(0);
+    bench
+        .worker
+        .fabric
+        .say
+        .push(Event::Returned { peer: PeerIndex(0), posting: Box::new(posting) });
+    bench.turn();
+    assert_eq!(bench.worker.fabric.posted.len(), 1);
+    let posting = bench.worker.fabric.posted.remove(0);
+    let cause = "a test".to_owned();
+    bench.submit(Submission::Abort { cell, kind: FailureKind::Aborted, cause });
+    bench
+        .worker
+        .fabric
+        .say
+        .push(Event::Returned { peer: PeerIndex(0), posting: Box::new(posting) });
+    bench.turn();
+    assert!(bench.worker.fabric.posted.is_empty());
+}
+
+#[test]
+fn every_room_meets_its_deadline_though_nobody_says_anything() {
+    let mut bench = Bench::new();
+    bench.peer_up(0..4);
+    let waiting = bench.open(1);
+    let granted = bench.open(2);
+    bench.hear_grant(2, 2);
+    let finished = bench.open(3);
+    bench.hear_grant(3, 3);
+    bench.finish(&finished);
+    let receiving = bench.grant(4, 4);
+    bench.after_ms(60_001);
+    assert_eq!(kind(&waiting), Some(FailureKind::GrantTimeout));
+    assert_eq!(kind(&granted), Some(FailureKind::DeadlineExceeded));
+    assert_eq!(kind(&receiving), Some(FailureKind::DeadlineExceeded));
+    assert_eq!(kind(&finished), None, "the receiver is asked first");
+    bench.after_ms(1001);
+    assert_eq!(kind(&finished), Some(FailureKind::VerdictUnknown));
+    for cell in [&waiting, &granted, &finished, &receiving] {
+        assert!(cell.is_released());
+    }
+    assert_eq!(bench.unreleased.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn what_is_submitted_to_a_worker_that_stops_is_ended_and_released() {
+    let mut bench = Bench::new();
+    bench.peer_up(0..4);
+    bench.submit(Submission::Stop);
+    let cell = bench.open(1);
+    assert_eq!((kind(&cell), cell.is_released()), (Some(FailureKind::Shutdown), true));
+    let late = bench.cell(2, Role::Sender);
+    let deadline = bench.now.after_ms(1);
+    bench
+        .submissions
+        .try_send(Submission::Open { cell: Arc::clone(&late), peer: None, deadline })
+        .unwrap();
+    assert!(bench.worker.close(bench.now, "a test"));
+    assert_eq!((kind(&late), late.is_released()), (Some(FailureKind::Shutdown), true));
+    assert!(bench.submissions.try_send(Submission::Stop).is_err());
+}
+
+#[test]
+fn frames_outside_the_grant_fail_their_room_alone_on_both_sides() {
+    let good = DataFrame {
+        seq: 1,
+        slot: 0,
+        epoch: Epoch(1),
+        pool: 0,
+        layer: 0,
+        layers: 4,
+        at: 0,
+        count: 1,
+        first: 0,
+        pieces: 4,
+        payload_bytes: 256,
+    };
+    let bad = [
+        DataFrame { pool: 1, ..good },
+        DataFrame { layer: 4, ..good },
+        DataFrame { layers: 5, ..good },
+        DataFrame { layers: 0, ..good },
+        DataFrame { at: 1, ..good },
+        DataFrame { at: u32::MAX, count: u32::MAX, ..good },
+        DataFrame { count: 0, ..good },
+        DataFrame { first: 1, ..good },
+        DataFrame { first: u32::MAX, pieces: u32::MAX, ..good },
+        DataFrame { pieces: 0, payload_bytes: 0, ..good },
+        DataFrame { payload_bytes: 255, ..good },
+    ];
+    for frame in bad {
+        let mut bench = Bench::new();
+        bench.peer_up(0..4);
+        let (cell, neighbour) = (bench.grant(1, 1), bench.grant(2, 2));
+        bench.worker.fabric.place.push(frame);
+        bench.turn();
+        assert_eq!(kind(&cell), Some(FailureKind::OutsideGrant), "{frame:?}");
+        assert!(bench.said().iter().any(|message| is_failed(
+            message,
+            1,
+            FailureKind::OutsideGrant
+        )));
+        assert_eq!(kind(&neighbour), None);
+    }
+    let mut bench = Bench::new();
+    bench.peer_up(0..4);
+    let cell = bench.grant(1, 1);
+    bench.worker.fabric.place.push(good);
+    bench.turn();
+    assert_eq!(cell.landed(), Landed { page_writes: 4, bytes: 256 });
+    assert!(Receiver::new(Epoch(1), Micros(1)).is_live());
+}
