@@ -52,11 +52,12 @@ mod wire;
 mod worker;
 
 pub use api::block_on::{block_on, block_on_timeout};
-pub use api::engine::{DeregisterError, Engine, EngineBuilder, StartError};
+pub use api::engine::{DeregisterError, Engine};
 pub use api::group::Group;
 pub use api::handle::{RoomHandle, RoomReport, min_state, poll_many};
 pub use api::recv::{GrantError, GrantSpec, Received, RecvRoom};
 pub use api::send::{Chunk, Granted, GrantedPages, OpenError, OpenOptions, SendRoom, WriteError};
+pub use api::start::{EngineBuilder, StartError};
 pub use config::{
     ConfigError, EngineConfig, IoMode, LANES_MAX, ROOM_TIMEOUT_MS_MAX, SECRET_BYTES_MIN, Secret,
     ZeroCopy,

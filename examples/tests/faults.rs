@@ -1,5 +1,5 @@
 //! Faults with real signals: what is reported, by when, and who is not concerned.
-#![allow(missing_docs)]
+#![allow(missing_docs, reason = "tests document themselves by name")]
 
 mod common;
 

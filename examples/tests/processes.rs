@@ -1,5 +1,5 @@
 //! `prefill` and `decode` on their own: driven by lines, whatever the lines are.
-#![allow(missing_docs)]
+#![allow(missing_docs, reason = "tests document themselves by name")]
 
 mod common;
 

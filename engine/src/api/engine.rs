@@ -15,62 +15,19 @@ use super::handle::HandleCore;
 use super::recv::{GrantError, GrantSpec, RecvRoom};
 use super::registry::Registry;
 use super::send::{OpenError, OpenOptions, SendRoom, WriteError};
-use crate::config::{ConfigError, EngineConfig, ROOM_TIMEOUT_MS_MAX};
-use crate::control::{ConnectError, Control, ControlSetup, PeerTable};
+use super::start::EngineBuilder;
+use crate::config::{EngineConfig, ROOM_TIMEOUT_MS_MAX};
+use crate::control::{ConnectError, Control, PeerTable};
 use crate::ids::{Epoch, Incarnation, Micros, Role, RoomId};
-use crate::memory::{LayoutError, POOLS_MAX, Pool, PoolId};
+use crate::memory::PoolId;
 use crate::peers::{FabricInfo, PeerHealth, PeerInfo};
 use crate::room::cell::RoomCell;
-use crate::worker::run::{IoReport, WorkerError, WorkerSetup, spawn};
-use crate::worker::stats::SharedStats;
-use crate::worker::submit::{GrantOrder, SUBMISSIONS, Submission};
-use crate::worker::wake::{Wakeup, WorkerMail};
-use crate::worker::{MAIL, Queues};
+use crate::worker::run::IoReport;
+use crate::worker::submit::{GrantOrder, Submission};
+use crate::worker::wake::Wakeup;
 
-/// Reports of the worker that may wait for the control plane; more wait in the worker.
-const OUTBOX: usize = 4096;
-/// How often counters are published through the `metrics` facade.
-const PUBLISH_EVERY: Duration = Duration::from_secs(1);
-/// Threads of the control plane: one may be held up by a slow log while the other keeps heartbeats.
-const CONTROL_THREADS: usize = 2;
 /// How long a shutdown waits for rooms that it fails to be released.
 const CLOSE_WAIT: Duration = Duration::from_secs(1);
-
-/// An engine could not start.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum StartError {
-    /// A setting cannot be.
-    #[error(transparent)]
-    Config(#[from] ConfigError),
-    /// The address cannot be listened on.
-    #[error("cannot listen on {addr}: {source}; choose another address, or port 0 for a free one")]
-    Listen {
-        /// Address asked for.
-        addr: SocketAddr,
-        /// Why.
-        source: std::io::Error,
-    },
-    /// The worker cannot be pinned.
-    #[error("cannot pin the worker to CPU {cpu}: {source}; choose a CPU this process may run on")]
-    Pin {
-        /// CPU asked for.
-        cpu: usize,
-        /// Why.
-        source: std::io::Error,
-    },
-    /// io_uring is required and refused.
-    #[error(
-        "io_uring is required and cannot be used: {why}; allow it, or use IoMode::Auto to fall back to epoll"
-    )]
-    IoUringRefused {
-        /// Why.
-        why: String,
-    },
-    /// The operating system refused a thread, an event fd or randomness.
-    #[error("the operating system refused: {0}")]
-    Os(#[from] std::io::Error),
-}
 
 /// A pool could not be taken out of the engine.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -92,151 +49,24 @@ pub enum DeregisterError {
     Stopped,
 }
 
-/// Collects an engine's pools before it starts: peers are told of them when they meet.
-#[derive(Debug)]
-pub struct EngineBuilder {
-    config: EngineConfig,
-    pools: Vec<Pool>,
-}
-
-impl EngineBuilder {
-    /// Adds a pool. Both sides pair their pools by name.
-    ///
-    /// # Errors
-    /// [`LayoutError::NotAdded`] for a second pool of a name, or more than [`POOLS_MAX`].
-    pub fn pool(&mut self, pool: Pool) -> Result<PoolId, LayoutError> {
-        let refused = |why| Err(LayoutError::NotAdded { pool: pool.layout.name.clone(), why });
-        if self.pools.len() == POOLS_MAX {
-            return refused("an engine has at most 16 pools");
-        }
-        if self.pools.iter().any(|other| other.layout.name == pool.layout.name) {
-            return refused("there is one of this name already");
-        }
-        self.pools.push(pool);
-        Ok(PoolId((self.pools.len() - 1) as u8))
-    }
-
-    /// Starts the engine: its worker, pinned and ready, and its control plane, listening.
-    ///
-    /// # Errors
-    /// [`StartError`]; nothing is left running.
-    pub fn start(self) -> Result<Engine, StartError> {
-        let Self { config, pools } = self;
-        config.validate()?;
-        let config = Arc::new(config);
-        let incarnation = Incarnation::draw().map_err(std::io::Error::other)?;
-        let epoch_zero = Instant::now();
-        let wakeup = Arc::new(Wakeup::new()?);
-        let stats = Arc::new(SharedStats::default());
-        let (submissions, take_submissions) = mpsc::channel(SUBMISSIONS);
-        let (inbox, take_inbox) = mpsc::channel(MAIL);
-        let (control, from_worker) = mpsc::channel(OUTBOX);
-        let cards = pools.iter().map(Pool::card).collect();
-        let pool_pages: Arc<[AtomicU32]> =
-            pools.iter().map(|pool| AtomicU32::new(pool.layout.pages)).collect();
-
-        // The worker first: a runtime must not be dropped where another one runs, and this can fail.
-        let (thread, io) = spawn(WorkerSetup {
-            config: Arc::clone(&config),
-            identity: incarnation,
-            epoch_zero,
-            queues: Queues { submissions: take_submissions, inbox: take_inbox, control },
-            wakeup: Arc::clone(&wakeup),
-            pools: pools.into_iter().map(|pool| pool.map).collect(),
-            pool_pages: Arc::clone(&pool_pages),
-            stats: Arc::clone(&stats),
-        })
-        .map_err(|error| match error {
-            WorkerError::Pin { cpu, source } => StartError::Pin { cpu, source },
-            WorkerError::IoUring(why) => StartError::IoUringRefused { why },
-            WorkerError::Os(source) => StartError::Os(source),
-        })?;
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(CONTROL_THREADS)
-            .thread_name("kvferry-control")
-            .enable_all()
-            .build();
-        let runtime = match runtime {
-            Ok(runtime) => runtime,
-            Err(error) => {
-                // With its queue closed the worker stops.
-                let _ = submissions.try_send(Submission::Stop);
-                wakeup.wake();
-                let _ = thread.join();
-                return Err(error.into());
-            }
-        };
-        let shared = Arc::new(Shared {
-            config: Arc::clone(&config),
-            incarnation,
-            epoch_zero,
-            wakeup: Arc::clone(&wakeup),
-            submissions,
-            peers: Arc::new(PeerTable::default()),
-            registry: Registry::default(),
-            unreleased: Arc::new(AtomicU32::new(0)),
-            next_epoch: AtomicU64::new(1),
-            pool_pages,
-            drained: Mutex::new(HashSet::new()),
-            draining: AtomicBool::new(false),
-            runtime: runtime.handle().clone(),
-        });
-        let setup = ControlSetup {
-            config: Arc::clone(&config),
-            incarnation,
-            cards,
-            io: io.io,
-            worker: WorkerMail::new(inbox, wakeup),
-            from_worker,
-            peers: Arc::clone(&shared.peers),
-        };
-        let control = Control::start(runtime.handle(), setup);
-        let worker =
-            Worker { thread: Mutex::new(Some(thread)), runtime: Mutex::new(Some(runtime)) };
-        let control = match control {
-            Ok(control) => control,
-            Err(source) => {
-                shared.submit_soon(Submission::Stop);
-                drop(worker);
-                return Err(match config.listen {
-                    Some(addr) => StartError::Listen { addr, source },
-                    None => StartError::Os(source),
-                });
-            }
-        };
-        let label: Arc<str> =
-            if config.name.is_empty() { incarnation.to_string() } else { config.name.clone() }
-                .into();
-        let lane_io = io.io;
-        shared.runtime.spawn(async move {
-            let mut ticks = tokio::time::interval(PUBLISH_EVERY);
-            loop {
-                ticks.tick().await;
-                crate::observe::publish(&label, lane_io, &stats);
-            }
-        });
-        Ok(Engine { shared, control, io, worker })
-    }
-}
-
 /// What handles share with their engine.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) config: Arc<EngineConfig>,
-    incarnation: Incarnation,
-    epoch_zero: Instant,
-    wakeup: Arc<Wakeup>,
-    submissions: mpsc::Sender<Submission>,
-    peers: Arc<PeerTable>,
+    pub(super) incarnation: Incarnation,
+    pub(super) epoch_zero: Instant,
+    pub(super) wakeup: Arc<Wakeup>,
+    pub(super) submissions: mpsc::Sender<Submission>,
+    pub(super) peers: Arc<PeerTable>,
     pub(super) registry: Registry,
-    unreleased: Arc<AtomicU32>,
-    next_epoch: AtomicU64,
+    pub(super) unreleased: Arc<AtomicU32>,
+    pub(super) next_epoch: AtomicU64,
     /// Pages of each pool; 0 once it is out.
-    pool_pages: Arc<[AtomicU32]>,
+    pub(super) pool_pages: Arc<[AtomicU32]>,
     /// Peers that this engine drains.
-    drained: Mutex<HashSet<Incarnation>>,
-    draining: AtomicBool,
-    runtime: tokio::runtime::Handle,
+    pub(super) drained: Mutex<HashSet<Incarnation>>,
+    pub(super) draining: AtomicBool,
+    pub(super) runtime: tokio::runtime::Handle,
 }
 
 impl Shared {
@@ -293,12 +123,12 @@ impl Shared {
 }
 
 #[derive(Debug)]
-struct Worker {
-    thread: Mutex<Option<JoinHandle<()>>>,
-    runtime: Mutex<Option<Runtime>>,
+pub(super) struct Threads {
+    pub(super) thread: Mutex<Option<JoinHandle<()>>>,
+    pub(super) runtime: Mutex<Option<Runtime>>,
 }
 
-impl Worker {
+impl Threads {
     fn take_thread(&self) -> Option<JoinHandle<()>> {
         self.thread.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
@@ -310,7 +140,7 @@ impl Worker {
     }
 }
 
-impl Drop for Worker {
+impl Drop for Threads {
     fn drop(&mut self) {
         self.join();
         if let Some(runtime) = self.runtime.lock().unwrap_or_else(PoisonError::into_inner).take() {
@@ -326,10 +156,10 @@ impl Drop for Worker {
 /// [`crate::block_on`]. Dropping it is a [`Engine::shutdown`] without patience.
 #[derive(Debug)]
 pub struct Engine {
-    shared: Arc<Shared>,
-    control: Control,
-    io: IoReport,
-    worker: Worker,
+    pub(super) shared: Arc<Shared>,
+    pub(super) control: Control,
+    pub(super) io: IoReport,
+    pub(super) threads: Threads,
 }
 
 impl Engine {
@@ -589,7 +419,7 @@ impl Engine {
 
     /// Ends every room, closes every session, and waits for the worker.
     async fn stop(&self) {
-        let Some(thread) = self.worker.take_thread() else { return };
+        let Some(thread) = self.threads.take_thread() else { return };
         self.shared.draining.store(true, Ordering::Release);
         let (reply, answer) = oneshot::channel();
         self.shared.submit_soon(Submission::Stop);

@@ -10,3 +10,4 @@ pub(crate) mod handle;
 pub(crate) mod recv;
 mod registry;
 pub(crate) mod send;
+pub(crate) mod start;
