@@ -102,7 +102,7 @@ pub struct EngineConfig {
     pub grant_timeout_ms: u64,
     /// Default time from grant to verdict, in milliseconds: a long prefill lies in between.
     pub room_timeout_ms: u64,
-    /// Rooms live at once in one engine, in each role. Their tables are made at start.
+    /// Rooms live or not yet released at once in one engine, sending and receiving together.
     pub max_rooms: u32,
     /// Chunks of one room that may wait to be posted; a further `try_write` is told to wait.
     pub max_queued_chunks: u32,

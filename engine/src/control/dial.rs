@@ -3,6 +3,7 @@
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::net::TcpStream;
 use tokio::sync::{oneshot, watch};
@@ -86,6 +87,11 @@ pub(super) async fn connect(
     }
 }
 
+/// How long a session that was agreed on may take to show here.
+const SETTLE: Duration = Duration::from_millis(100);
+/// Tries to reconnect within a peer's grace, at the least.
+const TRIES_PER_GRACE: u32 = 8;
+
 /// The task that dials an address, made if there is none; whether there was one.
 fn target(core: &Arc<Core>, addr: SocketAddr) -> (watch::Receiver<Status>, bool) {
     let mut targets = lock(&core.targets);
@@ -111,6 +117,8 @@ async fn keep_dialing(core: &Arc<Core>, addr: SocketAddr, said: watch::Sender<St
     let say = |peer, outcome| said.send_replace(Status { peer, outcome });
     let mut backoff = Backoff::new();
     let mut known = None;
+    let grace = Duration::from_millis(core.config.reconnect_grace_ms);
+    let mut lost: Option<Instant> = None;
     loop {
         match attempt(core, addr).await {
             Ok(incarnation) => known = Some(incarnation),
@@ -138,12 +146,23 @@ async fn keep_dialing(core: &Arc<Core>, addr: SocketAddr, said: watch::Sender<St
         {
             say(known, Outcome::Up);
             peer.not_up().await;
+            lost = Some(Instant::now());
             say(known, Outcome::Dialing);
-            sleep_until(backoff.retry_at()).await;
+            sleep_until(within_grace(backoff.retry_at(), lost, grace)).await;
         }
         if matches!(said.borrow().outcome, Outcome::Failed(_)) {
-            sleep_until(backoff.retry_at()).await;
+            sleep_until(within_grace(backoff.retry_at(), lost, grace)).await;
         }
+    }
+}
+
+/// A time to try again that leaves a peer whose session was just lost several tries within its grace:
+/// our own patience must not be what kills it.
+fn within_grace(retry_at: Instant, lost: Option<Instant>, grace: Duration) -> Instant {
+    let now = Instant::now();
+    match lost {
+        Some(lost) if now < lost + grace => retry_at.min(now + grace / TRIES_PER_GRACE),
+        _ => retry_at,
     }
 }
 
@@ -164,10 +183,10 @@ async fn attempt(core: &Arc<Core>, addr: SocketAddr) -> Result<Incarnation, Conn
         if let Some(peer) = core.peer(incarnation) {
             let mut state = peer.state.subscribe();
             let up = state.wait_for(|state| matches!(state.life, Life::Up | Life::Gone));
-            match timeout_at(deadline, up).await {
-                Ok(Ok(state)) if state.life == Life::Up => return Ok(incarnation),
-                Ok(_) => {}
-                Err(_) => return Err(timeout(core, addr, ConnectStage::Handshake)),
+            // Not for long: it may have stood and been lost before anybody looked.
+            let settled = timeout_at(deadline.min(Instant::now() + SETTLE), up).await;
+            if settled.is_ok_and(|state| state.is_ok_and(|state| state.life == Life::Up)) {
+                return Ok(incarnation);
             }
         }
         // The session that was kept ended before it was seen.

@@ -194,6 +194,9 @@ pub(super) async fn dial(
     }
 }
 
+/// Silences of a peer after which a lane that is not acknowledged is closed.
+const USER_TIMEOUT_SILENCES: u32 = 3;
+
 /// A lane ready for the worker.
 #[derive(Debug)]
 pub(super) struct ReadyLane {
@@ -204,13 +207,15 @@ pub(super) struct ReadyLane {
 }
 
 /// Makes a connected stream into one for the worker: no delay, non-blocking, and given up when the
-/// other end acknowledges nothing for `silent_ms`.
+/// other end acknowledges nothing for some times `silent_ms`.
 pub(super) fn ready(stream: TcpStream, silent_ms: u64) -> io::Result<ReadyLane> {
     let local = canonical(stream.local_addr()?);
     let remote = canonical(stream.peer_addr()?);
     stream.set_nodelay(true)?;
     // A lane whose bytes nobody acknowledges must not outlive the peer's silence by quarters of an hour.
-    let _ = set_tcp_user_timeout(&stream, u32::try_from(silent_ms).unwrap_or(u32::MAX));
+    // Longer than that silence, which is the cause when both are.
+    let silent_ms = u32::try_from(silent_ms).unwrap_or(u32::MAX);
+    let _ = set_tcp_user_timeout(&stream, silent_ms.saturating_mul(USER_TIMEOUT_SILENCES));
     if is_loopback(&remote) {
         // A host-wide BBR paces loopback far below what it can do. Where Reno may not be chosen the
         // lane is slower, not broken. Across a network the host's choice stands.

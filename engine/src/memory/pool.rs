@@ -229,6 +229,27 @@ mod tests {
     }
 
     #[test]
+    fn lists_of_pointers_are_k_layers_then_v_layers() {
+        let mut layout = PoolLayout::opaque("kv", 0..2, 3, 64);
+        layout.planes = crate::memory::Planes::KeyValue;
+        let mut memory: Vec<Vec<u8>> = (0..4).map(|_| vec![0; 3 * 64]).collect();
+        let lists: Vec<_> = memory
+            .iter_mut()
+            .map(|array| (NonNull::new(array.as_mut_ptr()).unwrap(), array.len()))
+            .collect();
+        // SAFETY: the vectors outlive the pool, and nobody looks at them while it exists.
+        let pool = unsafe { Pool::from_raw_arrays(layout.clone(), &lists) }.unwrap();
+        let (value, second) = (1, 1);
+        assert_eq!(pool.map.address(second, value, 2), lists[3].0.as_ptr() as u64 + 2 * 64);
+        // SAFETY: as above.
+        let error = unsafe { Pool::from_raw_arrays(layout, &[(lists[0].0, 64); 4]) }.unwrap_err();
+        assert!(
+            matches!(error, LayoutError::OutsideRegion { array: 0, end: 192, bytes: 64, .. }),
+            "{error}"
+        );
+    }
+
+    #[test]
     fn arrays_that_do_not_fit_are_refused_naming_the_first() {
         let layout = PoolLayout::opaque("kv", 0..2, 4, 64);
         let region = Region::from_vec(vec![0; 511]);

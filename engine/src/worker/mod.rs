@@ -497,14 +497,13 @@ impl<F: Fabric> Worker<F> {
 
     /// Takes no more rooms of a peer, or of any.
     fn drain(&mut self, peer: Option<Incarnation>) {
-        match peer {
-            None => self.draining = true,
-            Some(peer) => {
-                if let Some(peer) = self.peers.find(peer).and_then(|at| self.peers.get_mut(at)) {
-                    peer.draining = true;
-                }
-            }
+        let index = peer.and_then(|peer| self.peers.find(peer));
+        match (peer, index.and_then(|index| self.peers.get_mut(index))) {
+            (None, _) => self.draining = true,
+            (Some(_), Some(peer)) => peer.draining = true,
+            (Some(_), None) => return,
         }
+        self.refuse_waiting(index);
     }
 
     /// Forgets a pool unless rooms use it; gives their number.

@@ -409,6 +409,67 @@ fn a_room_given_up_before_its_sides_met_ends_on_the_other_side_with_the_same_wor
 }
 
 #[test]
+fn what_was_given_up_before_does_not_meet_a_later_try_nor_another_peers_room() {
+    let failure = |bench: &Bench, room, epoch| {
+        let cell = bench.cell(room, Role::Receiver);
+        let causes = vec!["first try".to_owned()];
+        let mut failure =
+            bench.worker.failure(&cell, Role::Receiver, FailureKind::Aborted, None, causes);
+        failure.epoch = Epoch(epoch);
+        Message::Failed {
+            room: RoomId(room),
+            epoch: Epoch(epoch),
+            to: Role::Sender,
+            failure: Box::new(failure),
+        }
+    };
+    let mut bench = Bench::new();
+    bench.peer_up(0..4);
+    // Granted, given up, granted again and used: a third try waits for its own grant.
+    bench.hear_grant(1, 1);
+    let told = failure(&bench, 1, 1);
+    bench.hear(told);
+    bench.hear_grant(1, 2);
+    let second = bench.open(1);
+    assert_eq!(second.state(), RoomState::WaitingForInput);
+    bench.finish(&second);
+    bench.hear(Message::Landed { room: RoomId(1), epoch: Epoch(2), landed: Landed::default() });
+    assert_eq!(bench.open(1).state(), RoomState::Bootstrapping);
+    // A room that was opened for another peer is none of this peer's business.
+    bench.hear_grant(2, 3);
+    let told = failure(&bench, 2, 3);
+    bench.hear(told);
+    let cell = bench.cell(2, Role::Sender);
+    let deadline = bench.now.after_ms(1000);
+    bench.submit(Submission::Open {
+        cell: Arc::clone(&cell),
+        peer: Some(Incarnation(99)),
+        deadline,
+    });
+    assert_eq!(kind(&cell), None);
+    // After a moment nothing is remembered.
+    bench.hear_grant(3, 4);
+    let told = failure(&bench, 3, 4);
+    bench.hear(told);
+    bench.after_ms(1001);
+    assert_eq!(bench.open(3).state(), RoomState::Bootstrapping);
+}
+
+#[test]
+fn a_drain_refuses_the_grants_that_wait_and_those_that_come() {
+    let mut bench = Bench::new();
+    bench.peer_up(0..4);
+    bench.hear_grant(1, 1);
+    bench.said();
+    bench.submit(Submission::Drain { peer: Some(PEER) });
+    bench.hear_grant(2, 2);
+    let said = bench.said();
+    assert!(is_failed(&said[0], 1, FailureKind::PeerDraining), "{said:?}");
+    assert!(is_failed(&said[1], 2, FailureKind::PeerDraining), "{said:?}");
+    assert_eq!(bench.open(1).state(), RoomState::Bootstrapping);
+}
+
+#[test]
 fn a_sender_that_asks_about_a_room_nobody_remembers_is_told_so() {
     let mut bench = Bench::new();
     bench.peer_up(0..4);

@@ -17,6 +17,8 @@ use crate::room::sender::{Sender, SenderEvent};
 use crate::wire::message::{Grant, Message};
 use crate::worker::{TABLE_FULL, Timer, Worker};
 
+const DRAINING: &str = "the prefill side was told to drain";
+
 impl<F: Fabric> Worker<F> {
     pub(in crate::worker) fn open(
         &mut self,
@@ -50,6 +52,7 @@ impl<F: Fabric> Worker<F> {
             return self.end_unstarted(now, &cell, FailureKind::Aborted, TABLE_FULL);
         };
         cell.slot.store(slot, Ordering::Relaxed);
+        self.sending.forget_early(cell.room, Role::Sender, peer);
         self.timers.set(deadline, Timer::Send { slot, generation });
         let peers = &self.peers;
         let fits = |waiting: &WaitingGrant| {
@@ -66,7 +69,7 @@ impl<F: Fabric> Worker<F> {
             return;
         }
         self.sending.waiting.entry(cell.room).or_default().push(slot);
-        if let Some(failure) = self.sending.early_end(now, cell.room, Role::Receiver) {
+        if let Some(failure) = self.sending.early_end(now, cell.room, Role::Receiver, peer) {
             // The receiver gave its grant up before this room was opened.
             let event = SenderEvent::Fault(failure.kind);
             self.step_sender_with(now, slot, event, failure);
@@ -90,6 +93,7 @@ impl<F: Fabric> Worker<F> {
             self.peers.tell(peer, verdict);
             return;
         }
+        self.sending.forget_early(grant.room, Role::Receiver, Some(incarnation));
         if let Some(error) = self.check_grant(peer, &grant) {
             self.refuse_grant(peer, &grant, FailureKind::ProtocolViolation, error);
             return;
@@ -115,7 +119,7 @@ impl<F: Fabric> Worker<F> {
             return;
         }
         if self.draining || self.peers.get(peer).is_some_and(|peer| peer.draining) {
-            let error = "the prefill side was told to drain".to_owned();
+            let error = DRAINING.to_owned();
             self.refuse_grant(peer, &grant, FailureKind::PeerDraining, error);
             return;
         }
@@ -131,7 +135,9 @@ impl<F: Fabric> Worker<F> {
         // The same grant said again after a reconnect, or a newer epoch of the same peer's room.
         let room = grant.room;
         self.sending.take_grants(room, |waiting| waiting.peer == peer);
-        if let Some(mut failure) = self.sending.early_end(now, room, Role::Sender) {
+        if let Some(mut failure) =
+            self.sending.early_end(now, room, Role::Sender, Some(incarnation))
+        {
             // The room was opened and given up before this grant came.
             failure.epoch = grant.epoch;
             let failure = Box::new(failure);
@@ -140,6 +146,14 @@ impl<F: Fabric> Worker<F> {
             return;
         }
         self.sending.keep_grant(WaitingGrant { peer, session, until, grant });
+    }
+
+    /// Refuses the grants that wait for rooms, of a peer or of all: this side was told to drain.
+    pub(in crate::worker) fn refuse_waiting(&mut self, peer: Option<PeerIndex>) {
+        for waiting in self.sending.take_all_grants(peer) {
+            let error = DRAINING.to_owned();
+            self.refuse_grant(waiting.peer, &waiting.grant, FailureKind::PeerDraining, error);
+        }
     }
 
     fn check_grant(&self, peer: PeerIndex, grant: &Grant) -> Option<String> {

@@ -27,8 +27,8 @@ use crate::wire::message::{GRANT_PAGES_MAX, Grant};
 const PAGES_WAITING_MAX: usize = 16 * GRANT_PAGES_MAX;
 
 /// How long it is remembered that a room was given up before its two sides were matched: as far as one
-/// side may lag behind the other with the same request.
-const EARLY_END_MS: u64 = 10_000;
+/// side lags behind the other with the same request. Longer, and a retry would meet it.
+const EARLY_END_MS: u64 = 1000;
 /// How many such rooms are remembered.
 const EARLY_ENDS_MAX: usize = 1 << 14;
 
@@ -77,10 +77,22 @@ pub(in crate::worker) struct Sending {
     pages_waiting: usize,
     grants_max: usize,
     by_epoch: HashMap<(PeerIndex, Epoch), u32>,
-    /// Rooms that one side gave up before they were matched, until when that is remembered, and why.
-    early: HashMap<(RoomId, Role), (Micros, Failure)>,
+    /// Rooms that one side gave up before they were matched.
+    early: HashMap<RoomId, Vec<EarlyEnd>>,
     /// The latest room of an id with a peer.
     by_room: HashMap<(PeerIndex, RoomId), u32>,
+}
+
+/// A room that was given up before its two sides were matched.
+#[derive(Debug)]
+struct EarlyEnd {
+    /// The side that gave it up.
+    by: Role,
+    /// The peer whose grant it was, or that the room was opened for, if for one.
+    peer: Option<Incarnation>,
+    /// Until when it is remembered.
+    until: Micros,
+    failure: Failure,
 }
 
 #[derive(Debug)]
@@ -132,19 +144,53 @@ impl Sending {
     }
 
     /// Remembers that one side gave a room up before the two were matched.
-    fn remember_early(&mut self, now: Micros, room: RoomId, by: Role, failure: Failure) {
+    fn remember_early(
+        &mut self,
+        now: Micros,
+        by: Role,
+        peer: Option<Incarnation>,
+        failure: Failure,
+    ) {
         if self.early.len() >= EARLY_ENDS_MAX {
-            self.early.retain(|_, (until, _)| *until > now);
+            self.early.retain(|_, ends| ends.iter().any(|end| end.until > now));
         }
+        let room = failure.room;
+        self.forget_early(room, by, peer);
         if self.early.len() < EARLY_ENDS_MAX {
-            self.early.insert((room, by), (now.after_ms(EARLY_END_MS), failure));
+            let until = now.after_ms(EARLY_END_MS);
+            self.early.entry(room).or_default().push(EarlyEnd { by, peer, until, failure });
         }
     }
 
-    /// Why the other side of a room had given it up before, if it had a moment ago. Asked once.
-    fn early_end(&mut self, now: Micros, room: RoomId, by: Role) -> Option<Failure> {
-        let (until, failure) = self.early.remove(&(room, by))?;
-        (until > now).then_some(failure)
+    /// One side begins again with a room: what it gave up before is over.
+    fn forget_early(&mut self, room: RoomId, by: Role, peer: Option<Incarnation>) {
+        if let Some(ends) = self.early.get_mut(&room) {
+            ends.retain(|end| end.by != by || end.peer != peer);
+            if ends.is_empty() {
+                self.early.remove(&room);
+            }
+        }
+    }
+
+    /// Why the other side of a room gave it up a moment ago. Only what can be meant by `peer` counts,
+    /// and only once.
+    fn early_end(
+        &mut self,
+        now: Micros,
+        room: RoomId,
+        by: Role,
+        peer: Option<Incarnation>,
+    ) -> Option<Failure> {
+        let ends = self.early.get_mut(&room)?;
+        ends.retain(|end| end.until > now);
+        let meant = |end: &EarlyEnd| {
+            end.by == by && (end.peer.is_none() || peer.is_none() || end.peer == peer)
+        };
+        let found = ends.iter().position(meant).map(|at| ends.swap_remove(at).failure);
+        if ends.is_empty() {
+            self.early.remove(&room);
+        }
+        found
     }
 
     /// Takes the waiting grants of a room that are meant.
@@ -161,6 +207,13 @@ impl Sending {
         self.grants_waiting -= taken.len();
         self.pages_waiting -= taken.iter().map(|waiting| pages_of(&waiting.grant)).sum::<usize>();
         taken
+    }
+
+    /// Takes every waiting grant, of a peer or of all.
+    fn take_all_grants(&mut self, peer: Option<PeerIndex>) -> Vec<WaitingGrant> {
+        let rooms: Vec<RoomId> = self.grants.keys().copied().collect();
+        let of_peer = |waiting: &WaitingGrant| peer.is_none_or(|peer| waiting.peer == peer);
+        rooms.into_iter().flat_map(|room| self.take_grants(room, of_peer)).collect()
     }
 
     /// Forgets grants of a peer, or those whose time is over.

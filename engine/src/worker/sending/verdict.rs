@@ -107,7 +107,8 @@ impl<F: Fabric> Worker<F> {
             if self.sending.take_grants(room, of_epoch).is_empty() {
                 self.stats.late_events += 1;
             } else if let Err(failure) = told {
-                self.sending.remember_early(now, room, Role::Receiver, failure);
+                let from = self.peers.get(peer).map(|peer| peer.incarnation);
+                self.sending.remember_early(now, Role::Receiver, from, failure);
             }
             return;
         };
@@ -234,7 +235,8 @@ impl<F: Fabric> Worker<F> {
                 let Some(failure) = failure else { return };
                 if room.bound.is_none() {
                     // Nobody can be told yet; whoever grants the room in a moment is.
-                    self.sending.remember_early(now, room_id, Role::Sender, failure.clone());
+                    let wanted = room.wanted;
+                    self.sending.remember_early(now, Role::Sender, wanted, failure.clone());
                 }
                 self.tell_failed(now, slot, &failure);
                 self.end_sender(now, slot, Err(failure), landed);
