@@ -375,84 +375,21 @@ fn a_chunk_behind_the_finish_is_not_sent() {
 }
 
 #[test]
-fn a_room_given_up_before_its_sides_met_ends_on_the_other_side_with_the_same_words() {
+fn a_grant_that_was_given_up_is_withdrawn_and_the_next_try_gets_its_own() {
     let mut bench = Bench::new();
     bench.peer_up(0..4);
-    // The sender gives up first, then the grant comes.
-    let cell = bench.open(1);
-    let cause = "no longer wanted".to_owned();
-    bench.submit(Submission::Abort { cell, kind: FailureKind::Aborted, cause: cause.clone() });
-    bench.said();
     bench.hear_grant(1, 1);
-    assert!(bench.said().iter().any(|message| is_failed(message, 1, FailureKind::Aborted)));
-    // The receiver's grant comes, is given up, and then the room is opened.
-    bench.hear_grant(2, 2);
-    let mut failure = bench.worker.failure(
-        &bench.cell(2, Role::Receiver),
-        Role::Receiver,
-        FailureKind::Aborted,
-        None,
-        vec![cause],
-    );
-    failure.epoch = Epoch(2);
-    bench.hear(Message::Failed {
-        room: RoomId(2),
-        epoch: Epoch(2),
-        to: Role::Sender,
-        failure: Box::new(failure),
-    });
-    let opened = bench.open(2);
-    assert_eq!(kind(&opened), Some(FailureKind::Aborted));
-    // It is said once; the next attempt waits for its own grant.
-    let again = bench.open(2);
-    assert_eq!(again.state(), RoomState::Bootstrapping);
-}
-
-#[test]
-fn what_was_given_up_before_does_not_meet_a_later_try_nor_another_peers_room() {
-    let failure = |bench: &Bench, room, epoch| {
-        let cell = bench.cell(room, Role::Receiver);
-        let causes = vec!["first try".to_owned()];
-        let mut failure =
-            bench.worker.failure(&cell, Role::Receiver, FailureKind::Aborted, None, causes);
-        failure.epoch = Epoch(epoch);
-        Message::Failed {
-            room: RoomId(room),
-            epoch: Epoch(epoch),
-            to: Role::Sender,
-            failure: Box::new(failure),
-        }
-    };
-    let mut bench = Bench::new();
-    bench.peer_up(0..4);
-    // Granted, given up, granted again and used: a third try waits for its own grant.
-    bench.hear_grant(1, 1);
-    let told = failure(&bench, 1, 1);
-    bench.hear(told);
+    let cell = bench.cell(1, Role::Receiver);
+    let causes = vec!["first try".to_owned()];
+    let kind = FailureKind::Aborted;
+    let mut failure = bench.worker.failure(&cell, Role::Receiver, kind, None, causes);
+    failure.epoch = Epoch(1);
+    let failure = Box::new(failure);
+    bench.hear(Message::Failed { room: RoomId(1), epoch: Epoch(1), to: Role::Sender, failure });
+    let retry = bench.open(1);
+    assert_eq!(retry.state(), RoomState::Bootstrapping);
     bench.hear_grant(1, 2);
-    let second = bench.open(1);
-    assert_eq!(second.state(), RoomState::WaitingForInput);
-    bench.finish(&second);
-    bench.hear(Message::Landed { room: RoomId(1), epoch: Epoch(2), landed: Landed::default() });
-    assert_eq!(bench.open(1).state(), RoomState::Bootstrapping);
-    // A room that was opened for another peer is none of this peer's business.
-    bench.hear_grant(2, 3);
-    let told = failure(&bench, 2, 3);
-    bench.hear(told);
-    let cell = bench.cell(2, Role::Sender);
-    let deadline = bench.now.after_ms(1000);
-    bench.submit(Submission::Open {
-        cell: Arc::clone(&cell),
-        peer: Some(Incarnation(99)),
-        deadline,
-    });
-    assert_eq!(kind(&cell), None);
-    // After a moment nothing is remembered.
-    bench.hear_grant(3, 4);
-    let told = failure(&bench, 3, 4);
-    bench.hear(told);
-    bench.after_ms(1001);
-    assert_eq!(bench.open(3).state(), RoomState::Bootstrapping);
+    assert_eq!(retry.bound().map(|bound| bound.epoch), Some(Epoch(2)));
 }
 
 #[test]

@@ -52,7 +52,6 @@ impl<F: Fabric> Worker<F> {
             return self.end_unstarted(now, &cell, FailureKind::Aborted, TABLE_FULL);
         };
         cell.slot.store(slot, Ordering::Relaxed);
-        self.sending.forget_early(cell.room, Role::Sender, peer);
         self.timers.set(deadline, Timer::Send { slot, generation });
         let peers = &self.peers;
         let fits = |waiting: &WaitingGrant| {
@@ -69,11 +68,6 @@ impl<F: Fabric> Worker<F> {
             return;
         }
         self.sending.waiting.entry(cell.room).or_default().push(slot);
-        if let Some(failure) = self.sending.early_end(now, cell.room, Role::Receiver, peer) {
-            // The receiver gave its grant up before this room was opened.
-            let event = SenderEvent::Fault(failure.kind);
-            self.step_sender_with(now, slot, event, failure);
-        }
     }
 
     /// A grant came from a peer.
@@ -93,7 +87,6 @@ impl<F: Fabric> Worker<F> {
             self.peers.tell(peer, verdict);
             return;
         }
-        self.sending.forget_early(grant.room, Role::Receiver, Some(incarnation));
         if let Some(error) = self.check_grant(peer, &grant) {
             self.refuse_grant(peer, &grant, FailureKind::ProtocolViolation, error);
             return;
@@ -135,16 +128,6 @@ impl<F: Fabric> Worker<F> {
         // The same grant said again after a reconnect, or a newer epoch of the same peer's room.
         let room = grant.room;
         self.sending.take_grants(room, |waiting| waiting.peer == peer);
-        if let Some(mut failure) =
-            self.sending.early_end(now, room, Role::Sender, Some(incarnation))
-        {
-            // The room was opened and given up before this grant came.
-            failure.epoch = grant.epoch;
-            let failure = Box::new(failure);
-            let (epoch, to) = (grant.epoch, Role::Receiver);
-            self.peers.tell(peer, Message::Failed { room, epoch, to, failure });
-            return;
-        }
         self.sending.keep_grant(WaitingGrant { peer, session, until, grant });
     }
 

@@ -15,7 +15,7 @@ use super::slots::Slots;
 use super::submit::Chunk;
 use crate::fabric::{Fabric, PeerIndex, Posting, RoomTag};
 use crate::failure::{Failure, FailureKind, Landed};
-use crate::ids::{Epoch, Incarnation, Micros, Role, RoomId};
+use crate::ids::{Epoch, Incarnation, Micros, RoomId};
 use crate::plan::{Pieces, Runs, Strips};
 use crate::room::cell::RoomCell;
 use crate::room::sender::{Sender, SenderEvent, SenderReaction};
@@ -25,12 +25,6 @@ use crate::wire::message::{GRANT_PAGES_MAX, Grant};
 /// Pages of all grants that wait for rooms to be opened: sixteen grants of the largest size, 64 MiB of
 /// page lists.
 const PAGES_WAITING_MAX: usize = 16 * GRANT_PAGES_MAX;
-
-/// How long it is remembered that a room was given up before its two sides were matched: as far as one
-/// side lags behind the other with the same request. Longer, and a retry would meet it.
-const EARLY_END_MS: u64 = 1000;
-/// How many such rooms are remembered.
-const EARLY_ENDS_MAX: usize = 1 << 14;
 
 /// A sending room in the worker.
 #[derive(Debug)]
@@ -77,22 +71,8 @@ pub(in crate::worker) struct Sending {
     pages_waiting: usize,
     grants_max: usize,
     by_epoch: HashMap<(PeerIndex, Epoch), u32>,
-    /// Rooms that one side gave up before they were matched.
-    early: HashMap<RoomId, Vec<EarlyEnd>>,
     /// The latest room of an id with a peer.
     by_room: HashMap<(PeerIndex, RoomId), u32>,
-}
-
-/// A room that was given up before its two sides were matched.
-#[derive(Debug)]
-struct EarlyEnd {
-    /// The side that gave it up.
-    by: Role,
-    /// The peer whose grant it was, or that the room was opened for, if for one.
-    peer: Option<Incarnation>,
-    /// Until when it is remembered.
-    until: Micros,
-    failure: Failure,
 }
 
 #[derive(Debug)]
@@ -118,7 +98,6 @@ impl Sending {
             grants_max: max_rooms,
             by_epoch: HashMap::new(),
             by_room: HashMap::new(),
-            early: HashMap::new(),
         }
     }
 
@@ -141,56 +120,6 @@ impl Sending {
         self.grants_waiting += 1;
         self.pages_waiting += pages_of(&waiting.grant);
         self.grants.entry(waiting.grant.room).or_default().push(waiting);
-    }
-
-    /// Remembers that one side gave a room up before the two were matched.
-    fn remember_early(
-        &mut self,
-        now: Micros,
-        by: Role,
-        peer: Option<Incarnation>,
-        failure: Failure,
-    ) {
-        if self.early.len() >= EARLY_ENDS_MAX {
-            self.early.retain(|_, ends| ends.iter().any(|end| end.until > now));
-        }
-        let room = failure.room;
-        self.forget_early(room, by, peer);
-        if self.early.len() < EARLY_ENDS_MAX {
-            let until = now.after_ms(EARLY_END_MS);
-            self.early.entry(room).or_default().push(EarlyEnd { by, peer, until, failure });
-        }
-    }
-
-    /// One side begins again with a room: what it gave up before is over.
-    fn forget_early(&mut self, room: RoomId, by: Role, peer: Option<Incarnation>) {
-        if let Some(ends) = self.early.get_mut(&room) {
-            ends.retain(|end| end.by != by || end.peer != peer);
-            if ends.is_empty() {
-                self.early.remove(&room);
-            }
-        }
-    }
-
-    /// Why the other side of a room gave it up a moment ago. Only what can be meant by `peer` counts,
-    /// and only once.
-    fn early_end(
-        &mut self,
-        now: Micros,
-        room: RoomId,
-        by: Role,
-        peer: Option<Incarnation>,
-    ) -> Option<Failure> {
-        let ends = self.early.get_mut(&room)?;
-        ends.retain(|end| end.until > now);
-        let meant = |end: &EarlyEnd| {
-            end.by == by && (end.peer.is_none() || peer.is_none() || end.peer == peer)
-        };
-        let found = ends.iter().position(meant).map(|at| ends.swap_remove(at).failure);
-        if ends.is_empty() {
-            self.early.remove(&room);
-        }
-        found
     }
 
     /// Takes the waiting grants of a room that are meant.

@@ -106,9 +106,6 @@ impl<F: Fabric> Worker<F> {
                 |waiting: &WaitingGrant| waiting.peer == peer && waiting.grant.epoch == epoch;
             if self.sending.take_grants(room, of_epoch).is_empty() {
                 self.stats.late_events += 1;
-            } else if let Err(failure) = told {
-                let from = self.peers.get(peer).map(|peer| peer.incarnation);
-                self.sending.remember_early(now, Role::Receiver, from, failure);
             }
             return;
         };
@@ -233,11 +230,6 @@ impl<F: Fabric> Worker<F> {
             SenderReaction::Fail(_) => {
                 let landed = room.core.acked();
                 let Some(failure) = failure else { return };
-                if room.bound.is_none() {
-                    // Nobody can be told yet; whoever grants the room in a moment is.
-                    let wanted = room.wanted;
-                    self.sending.remember_early(now, Role::Sender, wanted, failure.clone());
-                }
                 self.tell_failed(now, slot, &failure);
                 self.end_sender(now, slot, Err(failure), landed);
             }
