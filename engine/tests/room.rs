@@ -241,6 +241,7 @@ fn a_room_without_a_grant_and_one_without_an_end_meet_their_deadlines() {
         (ours.kind, theirs.kind),
         (FailureKind::DeadlineExceeded, FailureKind::DeadlineExceeded)
     );
+    assert_eq!(ours.to_string(), theirs.to_string());
 }
 
 #[test]

@@ -458,7 +458,7 @@ fn every_room_meets_its_deadline_though_nobody_says_anything() {
     bench.hear_grant(3, 3);
     bench.finish(&finished);
     let receiving = bench.grant(4, 4);
-    bench.after_ms(60_001);
+    bench.after_ms(60_101);
     assert_eq!(kind(&waiting), Some(FailureKind::GrantTimeout));
     assert_eq!(kind(&granted), Some(FailureKind::DeadlineExceeded));
     assert_eq!(kind(&receiving), Some(FailureKind::DeadlineExceeded));

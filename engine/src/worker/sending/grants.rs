@@ -17,6 +17,10 @@ use crate::room::sender::{Sender, SenderEvent};
 use crate::wire::message::{Grant, Message};
 use crate::worker::{TABLE_FULL, Timer, Worker};
 
+/// How much later than the receiver the sender lets a room's deadline pass, so that the receiver's word
+/// on it, which is the room's, is there first.
+const VERDICT_LEAD_MS: u64 = 100;
+
 const DRAINING: &str = "the prefill side was told to drain";
 
 impl<F: Fabric> Worker<F> {
@@ -91,7 +95,7 @@ impl<F: Fabric> Worker<F> {
             self.refuse_grant(peer, &grant, FailureKind::ProtocolViolation, error);
             return;
         }
-        let until = now.after_ms(grant.deadline_ms.min(ROOM_TIMEOUT_MS_MAX));
+        let until = now.after_ms(grant.deadline_ms.min(ROOM_TIMEOUT_MS_MAX) + VERDICT_LEAD_MS);
         let waiting = self.sending.waiting.get(&grant.room).map_or(&[][..], Vec::as_slice);
         let slot = waiting.iter().copied().find(|&slot| {
             self.sending
