@@ -92,6 +92,10 @@ pub struct EngineConfig {
     /// Silence after which a peer counts as lost, in milliseconds. Long enough for a process that was
     /// descheduled or paused for a collection, short against a request's patience.
     pub peer_silent_ms: u64,
+    /// How long the pages of a room that has ended may wait for the peer to let go of them before this
+    /// side closes every lane to the peer, in milliseconds. A living peer answers in microseconds to
+    /// milliseconds; a scheduler that waits for the pages waits no longer than this.
+    pub fence_after_ms: u64,
     /// How long a peer whose session closed may take to come back before it counts as dead, in
     /// milliseconds. A killed process must be known dead within a second.
     pub reconnect_grace_ms: u64,
@@ -123,6 +127,7 @@ impl Default for EngineConfig {
             worker_cpu: None,
             spin_us: 50,
             peer_silent_ms: 3000,
+            fence_after_ms: 500,
             reconnect_grace_ms: 500,
             connect_timeout_ms: 5000,
             grant_timeout_ms: 60_000,
@@ -160,6 +165,7 @@ setters! {
     worker_cpu: Option<usize>,
     spin_us: u64,
     peer_silent_ms: u64,
+    fence_after_ms: u64,
     reconnect_grace_ms: u64,
     connect_timeout_ms: u64,
     grant_timeout_ms: u64,
@@ -214,6 +220,7 @@ impl EngineConfig {
         within("lanes", u64::from(self.lanes), 1, u64::from(LANES_MAX), "1 to 64")?;
         within("spin_us", self.spin_us, 0, 1_000_000, "at most a second")?;
         within("peer_silent_ms", self.peer_silent_ms, 50, 3_600_000, "50 to 3600000")?;
+        within("fence_after_ms", self.fence_after_ms, 10, 600_000, "10 to 600000")?;
         within("reconnect_grace_ms", self.reconnect_grace_ms, 0, 600_000, "at most 600000")?;
         within("connect_timeout_ms", self.connect_timeout_ms, 1, 600_000, "1 to 600000")?;
         within("grant_timeout_ms", self.grant_timeout_ms, 1, ROOM_TIMEOUT_MS_MAX, "1 to a day")?;

@@ -86,6 +86,9 @@ kinds! {
     /// What arrived and what the sender says it sent are not the same.
     CountMismatch => "count-mismatch", false,
         "report it with both sides' logs: bytes were lost or sent twice";
+    /// The bytes that landed are not those that were sent.
+    ChecksumMismatch => "checksum-mismatch", true,
+        "check that nothing writes the source or the granted pages during the transfer; if nothing does, suspect memory or network hardware";
     /// The aux row does not fit the aux slot that was granted.
     AuxTooLong => "aux-too-long", false,
         "grant an aux slot at least as long as the row the sender writes";
@@ -98,9 +101,18 @@ kinds! {
     /// The receiver granted a room id whose earlier epoch is still live on the sender.
     RoomBusy => "room-busy", true,
         "end the earlier room of this id on the sender first, or use another id";
-    /// A data lane was lost while writes of this room were under way on it.
+    /// Lanes kept going down with writes of this room under way on them.
     LaneLost => "lane-lost", true,
         "send the request again; if lanes keep going down, look at the path between the two hosts";
+    /// The NIC may not read the source pages of a write.
+    LocalAccess => "local-access", false,
+        "check that the source pool is registered with this NIC and was not freed; the cause has the status";
+    /// The receiver's NIC refused a write: its key or its range.
+    RemoteAccess => "remote-access", false,
+        "check that the receiver's pool is registered and was not freed; the cause has the status";
+    /// The receiver's NIC had no receive to take a write's notice, again and again.
+    ReceiverNotReady => "receiver-not-ready", true,
+        "the receiving engine does not keep up or hangs: look at its worker's CPU; send the request again";
     /// The peer sent something that the protocol does not allow.
     ProtocolViolation => "protocol-violation", false,
         "run the same version of kvferry on both sides; report it if they are the same";

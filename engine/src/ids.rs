@@ -61,6 +61,10 @@ impl fmt::Debug for Incarnation {
     }
 }
 
+/// One life of a lane, known by the same name at both ends: drawn from its one-time token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub(crate) struct LaneId(pub(crate) u64);
+
 /// Which end of a room an engine is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Role {

@@ -344,6 +344,7 @@ impl Engine {
             aux: spec.aux,
             aux_bytes,
             note: spec.note,
+            checksum: spec.checksum,
         };
         if let Err(error) = shared.submit(Submission::Grant(Box::new(order))) {
             cell.release();

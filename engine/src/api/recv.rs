@@ -27,13 +27,24 @@ pub struct GrantSpec {
     pub note: Bytes,
     /// Time until the room must have ended, a day at most; the engine's `room_timeout_ms` when `None`.
     pub timeout: Option<Duration>,
+    /// Compare a checksum (XXH3, 64 bits) of what was sent with what has landed before the room is done.
+    /// Each side reads the pages once more, at some GB/s of its worker's time. A room of it writes each
+    /// position once; pages are written by nobody else.
+    pub checksum: bool,
 }
 
 impl GrantSpec {
     /// A grant of no pages yet.
     #[must_use]
     pub const fn new(room: RoomId) -> Self {
-        Self { room, pools: Vec::new(), aux: None, note: Bytes::new(), timeout: None }
+        Self {
+            room,
+            pools: Vec::new(),
+            aux: None,
+            note: Bytes::new(),
+            timeout: None,
+            checksum: false,
+        }
     }
 
     /// Grants pages of a pool. Once a pool.
@@ -54,6 +65,13 @@ impl GrantSpec {
     #[must_use]
     pub fn note(mut self, note: impl Into<Bytes>) -> Self {
         self.note = note.into();
+        self
+    }
+
+    /// Compares a checksum before the room is done; see [`GrantSpec::checksum`].
+    #[must_use]
+    pub const fn checksum(mut self, checksum: bool) -> Self {
+        self.checksum = checksum;
         self
     }
 

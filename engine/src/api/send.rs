@@ -12,7 +12,7 @@ use crate::failure::Failure;
 use crate::ids::{Epoch, Incarnation, RoomId, RoomState};
 use crate::memory::PoolId;
 use crate::room::cell::{Bound, RoomCell};
-use crate::wire::message::AUX_BYTES_MAX;
+use crate::wire::message::{AUX_BYTES_MAX, CHECKSUM_EXTENTS_MAX};
 use crate::worker::submit::{self, Submission};
 
 /// How a sending room is opened.
@@ -146,6 +146,9 @@ pub enum WriteError {
     /// More page writes in one chunk than can be numbered; split it.
     #[error("a chunk of {0} page writes; split it")]
     TooLarge(u64),
+    /// More chunks than a checksum can cover.
+    #[error("more than 65536 chunks of a room whose checksum is compared; write larger chunks")]
+    TooManyChunks,
     /// The aux row is longer than the slot that was granted.
     #[error("an aux row of {bytes} bytes, {granted} granted")]
     AuxTooLong {
@@ -375,6 +378,11 @@ impl SendRoom {
         let page_writes = rows * chunk.src.len() as u64;
         if page_writes > u64::from(u32::MAX) {
             return Err(WriteError::TooLarge(page_writes));
+        }
+        let chunks = self.core.cell.chunks()
+            + u64::from(self.core.cell.queued_chunks.load(Ordering::Relaxed));
+        if bound.checksum && chunks >= CHECKSUM_EXTENTS_MAX as u64 {
+            return Err(WriteError::TooManyChunks);
         }
         if chunk.src.is_empty() {
             return Ok(None);

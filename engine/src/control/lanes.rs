@@ -7,6 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use rustix::net::sockopt::{set_tcp_congestion, set_tcp_user_timeout};
+use sha2::{Digest, Sha256};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::Instant;
@@ -14,7 +15,7 @@ use tokio::time::Instant;
 use super::backoff::Backoff;
 use super::framing::{self, Kind};
 use crate::config::{LANES_MAX, is_loopback};
-use crate::ids::Incarnation;
+use crate::ids::{Incarnation, LaneId};
 
 /// Bytes of a lane token.
 const TOKEN_BYTES: usize = 32;
@@ -166,6 +167,12 @@ impl LaneDialing {
     pub(super) fn failed(&mut self) {
         self.not_before = self.backoff.retry_at();
     }
+}
+
+/// A lane's name on both sides. It goes over the session, so it tells nothing of the token.
+pub(super) fn lane_id(token: &Token) -> LaneId {
+    let digest: [u8; 32] = Sha256::digest(token).into();
+    LaneId(u64::from_le_bytes(*digest.first_chunk().unwrap_or(&[0; 8])))
 }
 
 /// Opens one lane with its token.

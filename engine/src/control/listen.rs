@@ -16,7 +16,7 @@ use tokio::time::Instant;
 
 use super::framing::{self, Kind, Wire};
 use super::handshake::{self, HandshakeError};
-use super::lanes::{LANE_ACCEPTED, LANE_REFUSED, Token, canonical};
+use super::lanes::{LANE_ACCEPTED, LANE_REFUSED, Token, canonical, lane_id};
 use super::peer::Letter;
 use super::session::NewSession;
 use super::{Core, NotAdmitted, lock};
@@ -207,7 +207,8 @@ async fn accept_lane(core: &Arc<Core>, mut stream: TcpStream) -> Result<(), Hand
     };
     // Before the worker has the lane, or its frames could come first.
     stream.write_u8(LANE_ACCEPTED).await?;
-    peer.tell(Letter::Lane { stream: Ok(stream), dialed: false }).await;
+    let id = lane_id(&token);
+    peer.tell(Letter::Lane { id, stream: Ok(stream), dialed: false }).await;
     Ok(())
 }
 

@@ -18,7 +18,7 @@ use super::session::{End, NewSession};
 use super::{Core, PeerTable};
 use crate::config::LANES_MAX;
 use crate::failure::FailureKind;
-use crate::ids::Incarnation;
+use crate::ids::{Incarnation, LaneId};
 use crate::peers::PeerHealth;
 use crate::worker::mail::ToWorker;
 
@@ -31,7 +31,7 @@ pub(super) enum Letter {
     /// A session with this peer, authenticated.
     Session { session: Box<NewSession>, verdict: oneshot::Sender<Verdict> },
     /// A lane, or why it could not be dialed.
-    Lane { stream: io::Result<TcpStream>, dialed: bool },
+    Lane { id: LaneId, stream: io::Result<TcpStream>, dialed: bool },
     /// Another incarnation answers at, or comes from, the address this peer listens on. `settled` is
     /// dropped once this peer is known to be gone, or to live behind the same address.
     Supplanted { by: Incarnation, settled: oneshot::Sender<()> },
@@ -248,7 +248,7 @@ impl PeerTask {
                             return Ok(*session);
                         }
                     }
-                    Letter::Lane { stream, dialed } => self.lane(stream, dialed).await,
+                    Letter::Lane { id, stream, dialed } => self.lane(id, stream, dialed).await,
                     Letter::Supplanted { by, settled } => {
                         self.supplanted = Some(self.supplant(by, settled));
                         return Err(restarted(by, causes));

@@ -4,15 +4,17 @@
 //! both. It knows lanes and memory, no rooms: which write comes next, and whose failure an error is,
 //! is decided above. A worker is monomorphised over its fabric; nothing on the hot path is `dyn`.
 
+#[cfg(feature = "sim")]
+pub(crate) mod sim;
 pub(crate) mod tcp;
 
 use std::net::TcpStream;
-use std::sync::Arc;
 use std::time::Duration;
 
-use crate::failure::Landed;
-use crate::ids::Epoch;
+use crate::failure::{FailureKind, Landed};
+use crate::ids::{Epoch, LaneId};
 use crate::plan::{Runs, Strips};
+use crate::room::links::Tally;
 use crate::wire::frame::{DataFrame, RejectReason};
 
 /// A peer, by its place in the worker's table. Reused only after all its lanes are down.
@@ -26,10 +28,32 @@ pub(crate) struct RoomTag {
     pub(crate) generation: u32,
 }
 
+/// A lane to be adopted.
+#[derive(Debug)]
+pub(crate) struct NewLane {
+    /// Its name on both sides.
+    pub(crate) id: LaneId,
+    /// Its name here, for people.
+    pub(crate) number: u16,
+    pub(crate) link: Link,
+}
+
+/// What a lane is made of, by fabric.
+#[derive(Debug)]
+pub(crate) enum Link {
+    /// A connected, non-blocking stream.
+    Tcp { stream: TcpStream, leaves_host: bool },
+    /// A link of a simulated world.
+    #[cfg(feature = "sim")]
+    Sim(sim::Link),
+}
+
 /// A frame to be written: which page writes, and the memory they are read from.
 #[derive(Debug)]
 pub(crate) struct Posting {
     pub(crate) tag: RoomTag,
+    /// It had left whole on a lane that went down: its room may have been said to be finished.
+    pub(crate) again: bool,
     /// The sequence number is the lane's to fill in.
     pub(crate) frame: DataFrame,
     pub(crate) runs: Runs,
@@ -44,6 +68,50 @@ impl Posting {
     }
 }
 
+/// How a write ended that did not succeed, in the words of verbs (`ibv_wc_status`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(not(feature = "sim"), expect(dead_code, reason = "streams have no completion errors"))]
+pub(crate) enum WorkStatus {
+    /// The source is not registered for this (`LOC_PROT_ERR`).
+    LocalProtection,
+    /// The receiver's key or range is wrong (`REM_ACCESS_ERR`).
+    RemoteAccess,
+    /// The receiver had nothing to receive into, again and again (`RNR_RETRY_EXC_ERR`).
+    RnrRetryExceeded,
+    /// Nothing was answered, again and again (`RETRY_EXC_ERR`).
+    RetryExceeded,
+    /// Something before it had failed (`WR_FLUSH_ERR`).
+    Flushed,
+}
+
+impl WorkStatus {
+    /// What the room whose write it was fails with; `None` when its write is not to blame.
+    pub(crate) const fn blames_room(self) -> Option<FailureKind> {
+        match self {
+            Self::LocalProtection => Some(FailureKind::LocalAccess),
+            Self::RemoteAccess => Some(FailureKind::RemoteAccess),
+            Self::RnrRetryExceeded => Some(FailureKind::ReceiverNotReady),
+            Self::RetryExceeded | Self::Flushed => None,
+        }
+    }
+}
+
+/// A lane that is closed; nothing of it is in flight here.
+#[derive(Debug)]
+pub(crate) struct DownLane {
+    pub(crate) peer: PeerIndex,
+    pub(crate) id: LaneId,
+    pub(crate) number: u16,
+    pub(crate) cause: String,
+    /// The first write that ended in an error which its room is to blame for.
+    pub(crate) culprit: Option<(RoomTag, WorkStatus)>,
+    /// Frames sent, in part or whole, and unanswered: whether they were placed is not known. By their
+    /// number on the lane.
+    pub(crate) lost: Vec<(u64, Posting)>,
+    /// What was received on it.
+    pub(crate) tally: Tally,
+}
+
 /// What became of things.
 #[derive(Debug)]
 pub(crate) enum Event {
@@ -53,16 +121,14 @@ pub(crate) enum Event {
     Acked { tag: RoomTag, landed: Landed },
     /// A frame was drained by the peer and not placed.
     Rejected { tag: RoomTag, lane: u16, reason: RejectReason },
-    /// A lane went down with this frame sent, in part or whole, and unacknowledged; whether it was
-    /// placed is not known.
-    Lost { tag: RoomTag, lane: u16, cause: Arc<str> },
     /// A lane went down before this frame was begun: it can be posted again.
     Returned { peer: PeerIndex, posting: Box<Posting> },
-    /// A lane is closed; nothing of it is in flight. All its `Lost` came before.
-    LaneDown { peer: PeerIndex, lane: u16, cause: String },
+    /// A lane is closed. Everything else about it came before.
+    LaneDown(Box<DownLane>),
     /// After [`Fabric::retract`]: nothing will be read from the room's pages any more.
     SourceQuiet { tag: RoomTag },
-    /// After [`Fabric::revoke`]: nothing will be placed in the room's pages any more.
+    /// After [`Fabric::revoke`]: nothing that this side has a hand in is placed in the room's pages any
+    /// more. On a fabric that is not guarded, the peer may still write.
     TargetQuiet { slot: u32, epoch: Epoch },
 }
 
@@ -80,10 +146,18 @@ pub(crate) trait Gate {
 
 /// Moves frames between this worker and its peers.
 pub(crate) trait Fabric {
-    /// Adopts a connected lane.
-    fn add_lane(&mut self, peer: PeerIndex, lane: u16, stream: TcpStream, leaves_host: bool);
+    /// Whether the gate is asked before a byte is placed. Where it is not, what a peer was allowed to
+    /// write it can write until it says that it is done, or every lane to it is down.
+    fn is_guarded(&self) -> bool;
 
-    /// Begins to close every lane of a peer; a [`Event::LaneDown`] follows for each.
+    /// Adopts a connected lane.
+    fn add_lane(&mut self, peer: PeerIndex, lane: NewLane);
+
+    /// Begins to close a lane; [`Event::LaneDown`] follows. Nothing is read from or placed in pages
+    /// through it then, whatever the peer does.
+    fn close_lane(&mut self, peer: PeerIndex, lane: LaneId, cause: &str);
+
+    /// Begins to close every lane of a peer.
     fn close_peer(&mut self, peer: PeerIndex, cause: &str);
 
     /// Whether a lane of the peer would take another frame now.

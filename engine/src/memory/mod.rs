@@ -4,11 +4,13 @@
 //! pages lie; a [`Pool`] is a layout laid over regions. Chunks and grants name pages by index; only
 //! this module turns an index into an address.
 
+mod checksum;
 mod layout;
 mod map;
 mod pool;
 mod region;
 
+pub(crate) use checksum::{PageHash, Walk};
 pub use layout::{Dtype, HeadOrder, LayoutError, LayoutMismatch, Planes, PoolLayout};
 pub(crate) use layout::{PageSlice, Pairing, PoolCard, pair_all};
 pub(crate) use pool::PageMap;

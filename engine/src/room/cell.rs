@@ -49,6 +49,8 @@ pub(crate) struct Bound {
     pub(crate) peer_addr: String,
     pub(crate) epoch: Epoch,
     pub(crate) note: Bytes,
+    /// Whether the receiver compares a checksum.
+    pub(crate) checksum: bool,
     /// Longest aux row that the receiver takes.
     pub(crate) aux_bytes: u32,
     pub(crate) pools: Vec<BoundPool>,

@@ -51,6 +51,12 @@ impl<T> Ledger<T> {
         self.first + self.entries.len() as u64 - 1
     }
 
+    /// A frame that is not acknowledged yet.
+    pub(crate) fn get_mut(&mut self, seq: u64) -> Option<&mut T> {
+        let index = usize::try_from(seq.checked_sub(self.first)?).ok()?;
+        self.entries.get_mut(index).map(|entry| &mut entry.what)
+    }
+
     /// Marks a frame as not placed; it is not reported as acknowledged later. Once a frame.
     pub(crate) fn reject(&mut self, seq: u64) -> Result<&T, NeverPosted> {
         let last = self.last();
@@ -84,10 +90,12 @@ impl<T> Ledger<T> {
         Ok(())
     }
 
-    /// Takes what is still unacknowledged: the link is gone.
-    pub(crate) fn drain(&mut self) -> impl Iterator<Item = T> {
+    /// Takes what is still unanswered, with its numbers: the lane is gone.
+    pub(crate) fn drain(&mut self) -> impl Iterator<Item = (u64, T)> {
+        let numbers = self.first..;
         self.first += self.entries.len() as u64;
-        self.entries.drain(..).map(|entry| entry.what)
+        let unanswered = |(_, entry): &(u64, Entry<T>)| !entry.rejected;
+        numbers.zip(self.entries.drain(..)).filter(unanswered).map(|(n, entry)| (n, entry.what))
     }
 }
 
@@ -138,7 +146,9 @@ mod tests {
         ledger.post('a');
         ledger.post('b');
         ack(&mut ledger, 1).unwrap();
-        assert_eq!(ledger.drain().collect::<String>(), "b");
-        assert_eq!(ledger.post('c'), 3);
+        ledger.post('c');
+        assert!(ledger.reject(2).is_ok());
+        assert_eq!(ledger.drain().collect::<Vec<_>>(), [(3, 'c')]);
+        assert_eq!(ledger.post('d'), 4);
     }
 }

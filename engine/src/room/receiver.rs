@@ -1,8 +1,8 @@
 //! The receiving side of a room. Its verdict is the room's.
 //!
 //! ```text
-//! Open ──finished(counts)──▶ Finished ──arrivals reach the counts──▶ done
-//!   └──────────told failed, fault, deadline, wrong counts──────────▶ failed
+//! Open ──finished(counts)──▶ Finished ──arrivals reach the counts──▶ (Verifying ──▶) done
+//!   └──────told failed, fault, deadline, wrong counts or checksum──────────────▶ failed
 //! ```
 //!
 //! The finished message may overtake data; it waits for the counts. Data can never be late for it:
@@ -23,7 +23,13 @@ pub(crate) struct Receiver {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Phase {
     Open,
-    Finished { page_writes: u64, bytes: u64 },
+    Finished {
+        page_writes: u64,
+        bytes: u64,
+        verify: bool,
+    },
+    /// Everything has landed, and its checksum is being taken.
+    Verifying,
     Ended(RoomState),
 }
 
@@ -32,8 +38,11 @@ enum Phase {
 pub(crate) enum ReceiverEvent {
     /// A frame was placed.
     Placed(Landed),
-    /// The sender says that it has sent this much, and nothing more.
-    ToldFinished { epoch: Epoch, sent: Landed },
+    /// The sender says that it has sent this much, and nothing more. With `verify`, a checksum is to be
+    /// compared before the room is done.
+    ToldFinished { epoch: Epoch, sent: Landed, verify: bool },
+    /// The checksum is right.
+    Verified,
     /// The sender says that the room has failed.
     ToldFailed(Epoch),
     /// Something is wrong on this side.
@@ -49,6 +58,8 @@ pub(crate) enum ReceiverReaction {
     Nothing,
     /// Nothing: it came too late or twice, and is to be counted.
     Late,
+    /// Everything has landed: compare its checksum.
+    Verify,
     /// The room is done: tell the sender that this much has landed.
     Done(Landed),
     /// The room has failed as the sender said. With `answer`, the sender waits for the verdict.
@@ -67,7 +78,7 @@ impl Receiver {
     pub(crate) const fn state(&self) -> RoomState {
         match self.phase {
             Phase::Open if self.arrived.0 == 0 => RoomState::WaitingForInput,
-            Phase::Open | Phase::Finished { .. } => RoomState::Transferring,
+            Phase::Open | Phase::Finished { .. } | Phase::Verifying => RoomState::Transferring,
             Phase::Ended(state) => state,
         }
     }
@@ -104,6 +115,11 @@ impl Receiver {
             };
         }
         match event {
+            // Everything was there before: this is something else.
+            ReceiverEvent::Placed(_) if self.phase == Phase::Verifying => {
+                self.end(RoomState::Failed);
+                Do::Fail(FailureKind::CountMismatch)
+            }
             ReceiverEvent::Placed(landed) => {
                 self.arrived.0 += landed.page_writes;
                 self.arrived.1 += landed.bytes;
@@ -114,13 +130,19 @@ impl Receiver {
             {
                 Do::Late
             }
-            ReceiverEvent::ToldFinished { sent, .. } => {
+            ReceiverEvent::ToldFinished { sent, verify, .. } => {
                 if self.phase != Phase::Open {
                     return Do::Late;
                 }
-                self.phase = Phase::Finished { page_writes: sent.page_writes, bytes: sent.bytes };
+                let Landed { page_writes, bytes } = sent;
+                self.phase = Phase::Finished { page_writes, bytes, verify };
                 self.judge()
             }
+            ReceiverEvent::Verified if self.phase == Phase::Verifying => {
+                self.end(RoomState::Success);
+                Do::Done(self.arrived())
+            }
+            ReceiverEvent::Verified => Do::Late,
             ReceiverEvent::ToldFailed(_) => {
                 let answer = self.phase != Phase::Open;
                 self.end(RoomState::Failed);
@@ -139,10 +161,14 @@ impl Receiver {
     }
 
     fn judge(&mut self) -> ReceiverReaction {
-        let Phase::Finished { page_writes, bytes } = self.phase else {
+        let Phase::Finished { page_writes, bytes, verify } = self.phase else {
             return ReceiverReaction::Nothing;
         };
         if self.arrived == (page_writes, bytes) {
+            if verify {
+                self.phase = Phase::Verifying;
+                return ReceiverReaction::Verify;
+            }
             self.end(RoomState::Success);
             return ReceiverReaction::Done(self.arrived());
         }
@@ -167,7 +193,8 @@ mod tests {
     const LATER: Micros = Micros(1000);
     const FRAME: Landed = Landed { page_writes: 2, bytes: 200 };
     const SENT: ReceiverEvent =
-        ReceiverEvent::ToldFinished { epoch: EPOCH, sent: Landed { page_writes: 4, bytes: 400 } };
+        ReceiverEvent::ToldFinished { epoch: EPOCH, sent: ALL, verify: false };
+    const ALL: Landed = Landed { page_writes: 4, bytes: 400 };
 
     fn open() -> Receiver {
         Receiver::new(EPOCH, LATER)
@@ -193,7 +220,8 @@ mod tests {
 
     #[test]
     fn an_empty_room_is_done_when_the_sender_says_so() {
-        let finished = ReceiverEvent::ToldFinished { epoch: EPOCH, sent: Landed::default() };
+        let finished =
+            ReceiverEvent::ToldFinished { epoch: EPOCH, sent: Landed::default(), verify: false };
         assert_eq!(open().on(Micros(0), finished), ReceiverReaction::Done(Landed::default()));
     }
 
@@ -210,6 +238,27 @@ mod tests {
             short_pages.on(Micros(0), SENT),
             ReceiverReaction::Fail(FailureKind::CountMismatch)
         );
+    }
+
+    #[test]
+    fn with_a_checksum_done_is_said_only_when_it_is_right() {
+        let finished = ReceiverEvent::ToldFinished { epoch: EPOCH, sent: ALL, verify: true };
+        let verifying = || {
+            let mut room = open();
+            room.on(Micros(0), ReceiverEvent::Placed(FRAME));
+            assert_eq!(room.on(Micros(0), ReceiverEvent::Verified), ReceiverReaction::Late);
+            room.on(Micros(0), finished);
+            let last = room.on(Micros(0), ReceiverEvent::Placed(FRAME));
+            assert_eq!((last, room.state()), (ReceiverReaction::Verify, RoomState::Transferring));
+            room
+        };
+        assert_eq!(verifying().on(Micros(0), ReceiverEvent::Verified), ReceiverReaction::Done(ALL));
+        let wrong = FailureKind::ChecksumMismatch;
+        let mut room = verifying();
+        assert_eq!(room.on(Micros(0), ReceiverEvent::Fault(wrong)), ReceiverReaction::Fail(wrong));
+        assert_eq!(room.on(Micros(0), ReceiverEvent::Verified), ReceiverReaction::Late);
+        let overdue = verifying().on(LATER, ReceiverEvent::Tick);
+        assert_eq!(overdue, ReceiverReaction::Fail(FailureKind::DeadlineExceeded));
     }
 
     #[test]
@@ -243,7 +292,8 @@ mod tests {
         let mut room = open();
         let before = room.clone();
         assert_eq!(room.on(Micros(0), ReceiverEvent::ToldFailed(Epoch(4))), ReceiverReaction::Late);
-        let old = ReceiverEvent::ToldFinished { epoch: Epoch(4), sent: Landed::default() };
+        let old =
+            ReceiverEvent::ToldFinished { epoch: Epoch(4), sent: Landed::default(), verify: false };
         assert_eq!(room.on(Micros(0), old), ReceiverReaction::Late);
         assert_eq!(room, before);
         room.on(Micros(0), ReceiverEvent::Fault(FailureKind::Aborted));

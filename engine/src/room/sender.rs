@@ -151,6 +151,11 @@ impl Sender {
         matches!(self.phase, Phase::Flowing(_))
     }
 
+    /// Whether frames that went down with a lane may be posted again.
+    pub(crate) const fn may_replay(&self) -> bool {
+        matches!(self.phase, Phase::Flowing(_) | Phase::Finished(_))
+    }
+
     pub(crate) fn on(&mut self, now: Micros, event: SenderEvent) -> SenderReaction {
         use SenderReaction as Do;
         if let Phase::Ended(_) = self.phase {

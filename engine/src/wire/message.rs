@@ -7,8 +7,9 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Failure, Landed};
-use crate::ids::{Epoch, Incarnation, Role, RoomId};
+use crate::ids::{Epoch, Incarnation, LaneId, Role, RoomId};
 use crate::memory::{LayoutMismatch, POOLS_MAX, PoolCard};
+use crate::room::links::{REJECTED_MAX, Tally};
 
 /// Largest handshake frame in bytes: sixteen pool cards and some text, with room to spare.
 pub(crate) const HELLO_FRAME_BYTES_MAX: usize = 16 << 10;
@@ -19,6 +20,8 @@ pub(crate) const CONTROL_FRAME_BYTES_MAX: usize = 8 << 20;
 pub const GRANT_NOTE_BYTES_MAX: usize = 256;
 /// Pages in one grant, over all its pools: a million tokens in one-token pages.
 pub const GRANT_PAGES_MAX: usize = 1 << 20;
+/// Extents that a checksum can cover: sixty-four layers of a thousand pieces of a chunked prefill.
+pub(crate) const CHECKSUM_EXTENTS_MAX: usize = 1 << 16;
 /// Longest aux row in bytes: a first token, top-k logprobs and a hidden state fit many times over.
 pub const AUX_BYTES_MAX: usize = 1 << 20;
 
@@ -128,13 +131,24 @@ pub(crate) enum Message {
     /// Receiver to sender: these pages of this room epoch may be written.
     Grant(Grant),
     /// Sender to receiver: everything is posted; this much was sent.
-    Finished { room: RoomId, epoch: Epoch, sent: Landed, aux: Bytes },
+    Finished {
+        room: RoomId,
+        epoch: Epoch,
+        sent: Landed,
+        aux: Bytes,
+        /// Of what was sent, when the grant asked for it.
+        checksum: Option<Box<Checksum>>,
+    },
     /// Receiver to sender: everything has landed. The room is done.
     Landed { room: RoomId, epoch: Epoch, landed: Landed },
     /// Either way: the room has failed. `to` is the role of whoever is told.
     Failed { room: RoomId, epoch: Epoch, to: Role, failure: Box<Failure> },
     /// Sender to receiver, after a failure: no byte of this epoch is on its way any more.
-    Drained { room: RoomId, epoch: Epoch },
+    Drained { epoch: Epoch },
+    /// Either way: a lane is down and quiet here. Close it, and say what was counted.
+    LaneLost { lane: LaneId },
+    /// The answer: this end is down and quiet too, and counted this; `None` if it is not known any more.
+    LaneTally { lane: LaneId, tally: Option<Tally> },
     /// Either way, after a session came up: everything that stands has been said again. A room whose
     /// grant was not is forgotten there.
     Sync,
@@ -164,6 +178,31 @@ pub(crate) struct Grant {
     pub(crate) aux_bytes: u32,
     /// Opaque bytes of the receiver's caller.
     pub(crate) note: Bytes,
+    /// Whether the sender is to say a checksum of what it sent.
+    pub(crate) checksum: bool,
+}
+
+/// A checksum of a room's bytes, and which bytes those are, in order.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Checksum {
+    /// XXH3 (64 bits) of the source bytes, in the order of `extents` and, in each, in piece order.
+    pub(crate) xxh3: u64,
+    pub(crate) extents: Vec<Extent>,
+}
+
+/// Page writes of a room, named as a data frame names them: all pieces of a chunk, or of several that
+/// follow one another layer by layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(crate) struct Extent {
+    /// The receiver's pool.
+    pub(crate) pool: u8,
+    /// First layer, by its number in the model.
+    pub(crate) layer: u16,
+    pub(crate) layers: u16,
+    /// First position in the grant's page list.
+    pub(crate) at: u32,
+    /// Positions.
+    pub(crate) count: u32,
 }
 
 /// Granted pages of one pool.
@@ -253,7 +292,14 @@ impl Message {
                 bound("note bytes", grant.note.len(), GRANT_NOTE_BYTES_MAX)?;
                 bound("granted aux bytes", grant.aux_bytes as usize, AUX_BYTES_MAX)?;
             }
-            Self::Finished { aux, .. } => bound("aux bytes", aux.len(), AUX_BYTES_MAX)?,
+            Self::Finished { aux, checksum, .. } => {
+                bound("aux bytes", aux.len(), AUX_BYTES_MAX)?;
+                let extents = checksum.as_ref().map_or(0, |checksum| checksum.extents.len());
+                bound("checksum extents", extents, CHECKSUM_EXTENTS_MAX)?;
+            }
+            Self::LaneTally { tally: Some(tally), .. } => {
+                bound("rejected frames", tally.rejected.len(), REJECTED_MAX)?;
+            }
             Self::Failed { failure, .. } => {
                 // Kept and shown, so its texts are cut rather than refused.
                 failure.bound();
@@ -269,6 +315,8 @@ impl Message {
             }
             Self::Landed { .. }
             | Self::Drained { .. }
+            | Self::LaneLost { .. }
+            | Self::LaneTally { tally: None, .. }
             | Self::Sync
             | Self::Drain
             | Self::Heartbeat => {}
@@ -301,6 +349,7 @@ mod tests {
             pools: vec![GrantedPool { pool: 0, pages: vec![5, 1, 9] }],
             aux_bytes: 64,
             note: Bytes::from_static(b"prefix=32"),
+            checksum: true,
         });
         assert_eq!(Message::decode(&body(&message)), Ok(message));
     }
@@ -312,6 +361,7 @@ mod tests {
             epoch: Epoch(1),
             sent: Landed::default(),
             aux: Bytes::from(vec![0; len]),
+            checksum: None,
         };
         assert!(Message::decode(&body(&finished(AUX_BYTES_MAX))).is_ok());
         let error = Message::decode(&body(&finished(AUX_BYTES_MAX + 1))).unwrap_err();

@@ -7,6 +7,6 @@ pub(crate) mod frame;
 pub(crate) mod message;
 
 /// Version of everything on the wire. Peers of another version are refused by name.
-pub(crate) const PROTOCOL_VERSION: u16 = 1;
+pub(crate) const PROTOCOL_VERSION: u16 = 2;
 /// First bytes of a connection.
 pub(crate) const MAGIC: [u8; 4] = *b"KVFY";

@@ -1,10 +1,11 @@
 //! What the control plane and the worker say to each other. Both queues are bounded.
 
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use tokio::sync::mpsc;
 
+use crate::fabric::NewLane;
 use crate::failure::FailureKind;
 use crate::ids::Incarnation;
 use crate::memory::Pairing;
@@ -22,8 +23,8 @@ pub(crate) enum ToWorker {
     PeerDown { peer: Incarnation },
     /// A peer is given up: its rooms fail with this, its lanes are closed.
     PeerGone { peer: Incarnation, kind: FailureKind, causes: Vec<String> },
-    /// A lane is connected and authenticated. The stream is non-blocking.
-    LaneUp { peer: Incarnation, lane: u16, stream: TcpStream, leaves_host: bool },
+    /// A lane is connected and authenticated.
+    LaneUp { peer: Incarnation, lane: NewLane },
 }
 
 /// A session that came up.

@@ -4,6 +4,7 @@
 //! place, step the rooms, post what fits, send what is to be said. Time is handed in, so that a turn
 //! can be driven by a clock or by a simulation.
 
+mod lanes;
 pub(crate) mod mail;
 mod peers;
 mod receiving;
@@ -16,6 +17,7 @@ pub(crate) mod submit;
 mod tests;
 mod timers;
 mod verdicts;
+mod verify;
 pub(crate) mod wake;
 
 use std::collections::VecDeque;
@@ -84,8 +86,18 @@ pub(crate) struct Worker<F: Fabric> {
     /// Grants that find no open room are refused.
     draining: bool,
     stopping: bool,
+    limits: Limits,
     stats: Stats,
     shared_stats: Arc<SharedStats>,
+}
+
+/// What a worker is told of the engine's settings.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    pub(crate) max_rooms: usize,
+    pub(crate) max_peers: usize,
+    /// How long a room's pages may wait for the peer before it is fenced off.
+    pub(crate) fence_after_ms: u64,
 }
 
 impl<F: Fabric> Worker<F> {
@@ -94,11 +106,12 @@ impl<F: Fabric> Worker<F> {
         fabric: F,
         queues: Queues,
         (pools, pool_pages): (Vec<Arc<PageMap>>, Arc<[AtomicU32]>),
-        max_rooms: usize,
-        max_peers: usize,
+        limits: Limits,
         shared_stats: Arc<SharedStats>,
     ) -> Self {
+        let Limits { max_rooms, max_peers, .. } = limits;
         Self {
+            limits,
             identity,
             fabric,
             queues,
@@ -129,6 +142,7 @@ impl<F: Fabric> Worker<F> {
         progress |= self.take_submissions(now);
         progress |= self.poll(now);
         progress |= self.fire_timers(now);
+        progress |= self.verify_some(now);
         progress |= self.post_all(now);
         progress |= self.flush();
         self.stats.busy_turns += u64::from(progress);
@@ -146,6 +160,13 @@ impl<F: Fabric> Worker<F> {
             Timer::Receive { slot, generation } => {
                 receiving.rooms.generation(slot) == generation
                     && receiving.rooms.get(slot).is_some_and(|r| r.core.is_live())
+            }
+            Timer::SendFence { slot, generation } => {
+                sending.rooms.generation(slot) == generation && sending.rooms.get(slot).is_some()
+            }
+            Timer::ReceiveFence { slot, generation } => {
+                receiving.rooms.generation(slot) == generation
+                    && receiving.rooms.get(slot).is_some()
             }
         })
     }
@@ -220,19 +241,7 @@ impl<F: Fabric> Worker<F> {
                 ToWorker::PeerGone { peer, kind, causes } => {
                     self.peer_gone(now, peer, kind, &causes)
                 }
-                ToWorker::LaneUp { peer, lane, stream, leaves_host } => match self.peers.find(peer)
-                {
-                    Some(index) => {
-                        if let Some(peer) = self.peers.get_mut(index) {
-                            peer.lanes += 1;
-                        }
-                        self.fabric.add_lane(index, lane, stream, leaves_host);
-                    }
-                    None => {
-                        let cause = "its peer is gone".to_owned();
-                        self.to_control.push_back(ToControl::LaneDown { peer, lane, cause });
-                    }
-                },
+                ToWorker::LaneUp { peer, lane } => self.lane_up(peer, lane),
             }
         }
         taken
@@ -262,6 +271,11 @@ impl<F: Fabric> Worker<F> {
         if known {
             self.resume_senders(index);
             self.resume_receivers(now, index);
+            let questions: Vec<_> =
+                self.peers.get(index).into_iter().flat_map(|peer| peer.links.questions()).collect();
+            for lane in questions {
+                self.peers.tell(index, Message::LaneLost { lane });
+            }
         }
         self.peers.tell(index, Message::Sync);
     }
@@ -273,8 +287,8 @@ impl<F: Fabric> Worker<F> {
     fn message(&mut self, now: Micros, peer: PeerIndex, message: Message) {
         match message {
             Message::Grant(grant) => self.granted(now, peer, grant),
-            Message::Finished { room, epoch, sent, aux } => {
-                self.told_finished(now, peer, (room, epoch), sent, aux);
+            Message::Finished { room, epoch, sent, aux, checksum } => {
+                self.told_finished(now, peer, (room, epoch), sent, aux, checksum);
             }
             Message::Landed { room, epoch, .. } => {
                 self.sender_told(now, peer, (room, epoch), Ok(()));
@@ -287,8 +301,11 @@ impl<F: Fabric> Worker<F> {
                     Role::Receiver => self.receiver_told_failed(now, peer, (room, epoch), *failure),
                 }
             }
-            // On lanes nothing lands without a grant, so the receiver need not wait for this.
-            Message::Drained { .. } => {}
+            Message::Drained { epoch } => self.told_drained(now, peer, epoch),
+            Message::LaneLost { lane } => self.told_lane_lost(peer, lane),
+            Message::LaneTally { lane, tally } => {
+                self.told_lane_tally(now, peer, lane, tally.as_ref());
+            }
             Message::Sync => self.senders_synced(now, peer),
             // The control plane's own; it does not forward them.
             Message::Drain
@@ -310,7 +327,7 @@ impl<F: Fabric> Worker<F> {
 
     /// Removes a peer that is given up, once its lanes are down and its rooms released.
     fn bury(&mut self, index: PeerIndex) {
-        let over = self.peers.get(index).is_some_and(|peer| peer.gone && peer.lanes == 0);
+        let over = self.peers.get(index).is_some_and(|peer| peer.gone && peer.links.none_stand());
         if over && !self.rooms_with(index) {
             self.posting.retain(|&posting| posting != index);
             self.peers.remove(index);
@@ -356,39 +373,16 @@ impl<F: Fabric> Worker<F> {
                 }
             }
             Event::Rejected { tag, lane, reason } => self.rejected(now, tag, lane, reason),
-            Event::Lost { tag, lane, cause } => {
-                let what = "the lane went down with writes of this room under way".to_owned();
-                let causes = vec![what, cause.as_ref().to_owned()];
-                self.suspect(now, tag, lane, FailureKind::LaneLost, causes);
-            }
-            Event::LaneDown { peer, lane, cause } => {
-                if let Some(known) = self.peers.get_mut(peer) {
-                    known.lanes = known.lanes.saturating_sub(1);
-                    let peer = known.incarnation;
-                    self.to_control.push_back(ToControl::LaneDown { peer, lane, cause });
-                }
-                self.bury(peer);
-            }
+            Event::LaneDown(down) => self.lane_down(now, *down),
             Event::Returned { peer, posting } => {
                 let tag = posting.tag;
                 let live = self.sending.rooms.get_exact(tag.slot, tag.generation);
-                if live.is_some_and(|room| room.core.may_post())
-                    && let Some(known) = self.peers.get_mut(peer).filter(|known| !known.gone)
-                {
-                    known.returned.push_back(*posting);
-                    if !self.posting.contains(&peer) {
-                        self.posting.push(peer);
-                    }
+                if live.is_some_and(|room| room.core.may_replay() && !room.is_suspect()) {
+                    self.post_first(peer, *posting);
                 }
             }
-            Event::SourceQuiet { tag } => {
-                self.source_quiet(tag);
-                self.after_release();
-            }
-            Event::TargetQuiet { slot, epoch } => {
-                self.target_quiet(slot, epoch);
-                self.after_release();
-            }
+            Event::SourceQuiet { tag } => self.source_quiet(now, tag),
+            Event::TargetQuiet { slot, epoch } => self.target_quiet(now, slot, epoch),
         }
     }
 
@@ -400,6 +394,12 @@ impl<F: Fabric> Worker<F> {
             match timer {
                 Timer::Send { slot, generation } => self.sender_tick(now, slot, generation),
                 Timer::Receive { slot, generation } => self.receiver_tick(now, slot, generation),
+                Timer::SendFence { slot, generation } => {
+                    self.sender_fence_tick(now, slot, generation);
+                }
+                Timer::ReceiveFence { slot, generation } => {
+                    self.receiver_fence_tick(now, slot, generation);
+                }
             }
         }
         self.due = due;
@@ -557,6 +557,12 @@ impl<F: Fabric> Worker<F> {
         self.to_control.push_back(ToControl::Ended(cell));
     }
 
+    /// Frames of a sending room that were posted again.
+    fn retries_of(&self, cell: &RoomCell) -> u32 {
+        let room = self.sending.rooms.get(cell.slot.load(Ordering::Relaxed));
+        room.filter(|room| std::ptr::eq(&*room.cell, cell)).map_or(0, |room| room.replayed)
+    }
+
     /// A failure of a room as this engine sees it.
     fn failure(
         &self,
@@ -577,7 +583,7 @@ impl<F: Fabric> Worker<F> {
             peer_addr: bound.map(|bound| bound.peer_addr.clone()),
             lane,
             landed: cell.landed(),
-            retries: 0,
+            retries: self.retries_of(cell),
             causes,
         };
         failure.bound();

@@ -9,6 +9,7 @@ use super::slots::Slots;
 use crate::fabric::{PeerIndex, Posting};
 use crate::ids::{Incarnation, Micros};
 use crate::memory::{PageMap, Pairing};
+use crate::room::links::Links;
 use crate::wire::message::Message;
 
 /// Messages that may wait for a peer's session. A peer that makes us answer faster than it reads is
@@ -34,7 +35,8 @@ pub(super) struct Peer {
     pub(super) ready: VecDeque<u32>,
     /// Frames that a lane gave back unsent; they go first.
     pub(super) returned: VecDeque<Posting>,
-    pub(super) lanes: u32,
+    /// Its lanes, and what went down with those that are gone.
+    pub(super) links: Links<Posting>,
     /// This engine takes no more rooms of it.
     pub(super) draining: bool,
     /// Given up: no rooms, and removed once its lanes are down.
@@ -72,7 +74,7 @@ impl Peer {
             session_since: Micros(0),
             ready: VecDeque::new(),
             returned: VecDeque::new(),
-            lanes: 0,
+            links: Links::new(),
             draining: false,
             gone: false,
         }

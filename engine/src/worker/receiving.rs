@@ -1,6 +1,6 @@
 //! The worker's receiving rooms: granted, counted, judged. What may be placed is decided here.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -10,16 +10,18 @@ use super::peers::Peers;
 use super::slots::Slots;
 use super::stats::Stats;
 use super::submit::{AuxSlot, GrantOrder};
+use super::verify::Verify;
 use super::{TABLE_FULL, Timer, Worker};
 use crate::fabric::{Fabric, Gate, PeerIndex};
 use crate::failure::{Failure, FailureKind, Landed};
 use crate::ids::{Epoch, Micros, Role, RoomId};
-use crate::memory::{PageMap, PoolId};
+use crate::memory::{PageMap, Pairing, PoolId};
 use crate::plan::{Pieces, Strips};
 use crate::room::cell::{Bound, BoundPool, NO_SLOT, RoomCell};
 use crate::room::receiver::{Receiver, ReceiverEvent, ReceiverReaction};
+use crate::room::release::{Release, ReleaseEvent};
 use crate::wire::frame::{DataFrame, RejectReason};
-use crate::wire::message::{Grant, GrantedPool, Message};
+use crate::wire::message::{Checksum, Extent, Grant, GrantedPool, Message};
 
 /// A receiving room in the worker.
 #[derive(Debug)]
@@ -31,14 +33,20 @@ pub(super) struct RecvRoom {
     aux: Option<AuxSlot>,
     aux_bytes: u32,
     note: Bytes,
+    /// Whether the sender is to say a checksum.
+    checksum: bool,
+    /// When its pages are quiet.
+    release: Release,
+    /// The checksum under way, once everything has landed.
+    pub(super) verify: Option<Box<Verify>>,
 }
 
 /// Granted pages of one pool.
 #[derive(Debug)]
-struct TargetPool {
+pub(super) struct TargetPool {
     pool: PoolId,
-    pages: Arc<[u32]>,
-    map: Arc<PageMap>,
+    pub(super) pages: Arc<[u32]>,
+    pub(super) map: Arc<PageMap>,
 }
 
 /// All receiving rooms of a worker.
@@ -52,6 +60,8 @@ pub(super) struct Receiving {
     started: Vec<u32>,
     /// Frames outside their grant: the room, and what was wrong.
     outside: Vec<(u32, Epoch, String)>,
+    /// Rooms whose checksum is being taken, in turn.
+    pub(super) verifying: VecDeque<(u32, Epoch)>,
 }
 
 impl Receiving {
@@ -62,10 +72,11 @@ impl Receiving {
             reactions: Vec::new(),
             started: Vec::new(),
             outside: Vec::new(),
+            verifying: VecDeque::new(),
         }
     }
 
-    fn live(&mut self, slot: u32, epoch: Epoch) -> Option<&mut RecvRoom> {
+    pub(super) fn live(&mut self, slot: u32, epoch: Epoch) -> Option<&mut RecvRoom> {
         self.rooms.get_mut(slot).filter(|room| room.core.epoch() == epoch && room.core.is_live())
     }
 }
@@ -120,27 +131,39 @@ fn wrong_counts(landed: Landed) -> String {
     format!("{page_writes} page writes and {bytes} bytes arrived, other numbers were sent")
 }
 
-/// The memory a frame goes to, if the grant covers all of it.
-fn covered(room: &RecvRoom, peers: &Peers, frame: &DataFrame) -> Result<Strips, &'static str> {
+/// The pages that a chunk names, if the grant covers all of it, and what is paired of them.
+pub(super) fn named<'a>(
+    room: &'a RecvRoom,
+    peers: &'a Peers,
+    chunk: Extent,
+) -> Result<(&'a TargetPool, &'a Pairing), &'static str> {
     let peer = peers.get(room.peer).ok_or("the peer is not known")?;
     let target = room
         .pools
         .iter()
-        .find(|target| target.pool.0 == frame.pool)
+        .find(|target| target.pool.0 == chunk.pool)
         .ok_or("a frame names a pool that was not granted")?;
     let pairing = &peer
         .pools
         .get(target.pool.index())
         .ok_or("a frame names a pool that is not here")?
         .pairing;
-    let (layer, layers) = (u32::from(frame.layer), u32::from(frame.layers));
+    let (layer, layers) = (u32::from(chunk.layer), u32::from(chunk.layers));
     if layers == 0 || layer < pairing.layers.start || layer + layers > pairing.layers.end {
         return Err("a frame names layers that the two sides do not share");
     }
     let positions = target.pages.len() as u64;
-    if frame.count == 0 || u64::from(frame.at) + u64::from(frame.count) > positions {
+    if chunk.count == 0 || u64::from(chunk.at) + u64::from(chunk.count) > positions {
         return Err("a frame names positions behind the granted ones");
     }
+    Ok((target, pairing))
+}
+
+/// The memory a frame goes to, if the grant covers all of it.
+fn covered(room: &RecvRoom, peers: &Peers, frame: &DataFrame) -> Result<Strips, &'static str> {
+    let DataFrame { pool, layer, layers, at, count, .. } = *frame;
+    let (target, pairing) = named(room, peers, Extent { pool, layer, layers, at, count })?;
+    let (layer, layers) = (u32::from(layer), u32::from(layers));
     let total = u64::from(layers) * u64::from(pairing.planes) * u64::from(frame.count);
     if frame.pieces == 0 || u64::from(frame.first) + u64::from(frame.pieces) > total {
         return Err("a frame names page writes that its chunk does not have");
@@ -166,7 +189,8 @@ fn covered(room: &RecvRoom, peers: &Peers, frame: &DataFrame) -> Result<Strips, 
 
 impl<F: Fabric> Worker<F> {
     pub(super) fn grant(&mut self, now: Micros, order: GrantOrder) {
-        let GrantOrder { cell, peer, epoch, deadline, pools, aux, aux_bytes, note } = order;
+        let GrantOrder { cell, peer, epoch, deadline, pools, aux, aux_bytes, note, checksum } =
+            order;
         if self.stopping {
             return self.end_unstarted(
                 now,
@@ -200,6 +224,7 @@ impl<F: Fabric> Worker<F> {
             peer_addr: known.addr.clone(),
             epoch,
             note: note.clone(),
+            checksum,
             aux_bytes,
             pools: targets
                 .iter()
@@ -223,6 +248,9 @@ impl<F: Fabric> Worker<F> {
             aux,
             aux_bytes,
             note,
+            checksum,
+            release: Release::new(),
+            verify: None,
         };
         let Ok((slot, generation)) = self.receiving.rooms.insert(room) else {
             debug_assert!(false, "callers reserve a place first");
@@ -249,6 +277,7 @@ impl<F: Fabric> Worker<F> {
                 .collect(),
             aux_bytes: room.aux_bytes,
             note: room.note.clone(),
+            checksum: room.checksum,
         };
         self.peers.tell(room.peer, Message::Grant(grant));
     }
@@ -293,6 +322,7 @@ impl<F: Fabric> Worker<F> {
         (room, epoch): (RoomId, Epoch),
         sent: Landed,
         aux: Bytes,
+        checksum: Option<Box<Checksum>>,
     ) {
         let Some(slot) = self.slot_of(peer, epoch) else {
             self.answer_unknown(peer, room, epoch);
@@ -316,8 +346,19 @@ impl<F: Fabric> Worker<F> {
                 return;
             }
             room.cell.keep_aux(aux);
+            if room.checksum && room.verify.is_none() {
+                let Some(checksum) = checksum else {
+                    let causes =
+                        vec!["the sender said no checksum, and was asked for one".to_owned()];
+                    let fault = ReceiverEvent::Fault(FailureKind::ProtocolViolation);
+                    return self.step_receiver(now, slot, fault, causes);
+                };
+                room.verify = Some(Box::new(Verify::new(*checksum)));
+            }
         }
-        self.step_receiver(now, slot, ReceiverEvent::ToldFinished { epoch, sent }, Vec::new());
+        let verify = room.verify.is_some();
+        let event = ReceiverEvent::ToldFinished { epoch, sent, verify };
+        self.step_receiver(now, slot, event, Vec::new());
     }
 
     /// The sender says that the room has failed.
@@ -427,6 +468,10 @@ impl<F: Fabric> Worker<F> {
                 self.stats.late_events += 1;
                 return;
             }
+            (ReceiverReaction::Verify, _) => {
+                self.receiving.verifying.push_back((slot, epoch));
+                return;
+            }
             (ReceiverReaction::Repeat, _) => return self.answer_unknown(peer, id, epoch),
             (ReceiverReaction::Done(landed), _) => {
                 (Ok(()), Some(Message::Landed { room: id, epoch, landed }))
@@ -463,18 +508,62 @@ impl<F: Fabric> Worker<F> {
         if let Some(message) = tell {
             self.peers.tell(peer, message);
         }
+        let done = matches!(reaction, ReceiverReaction::Done(_));
+        let (writes, fence_at) =
+            (self.peer_writes(peer, done), now.after_ms(self.limits.fence_after_ms));
+        if let Some(room) = self.receiving.rooms.get_mut(slot) {
+            room.verify = None;
+            room.release.on(now, ReleaseEvent::Ended { peer: writes, fence_at });
+        }
+        let generation = self.receiving.rooms.generation(slot);
+        self.timers.set(fence_at, Timer::ReceiveFence { slot, generation });
         self.fabric.revoke(peer, slot, epoch);
     }
 
-    /// Nothing is placed in the room's pages any more.
-    pub(super) fn target_quiet(&mut self, slot: u32, epoch: Epoch) {
+    /// This side places nothing in the room's pages any more.
+    pub(super) fn target_quiet(&mut self, now: Micros, slot: u32, epoch: Epoch) {
         if self.receiving.rooms.get(slot).is_some_and(|room| room.core.epoch() == epoch) {
-            self.receiving.by_epoch.remove(&epoch);
-            if let Some(room) = self.receiving.rooms.remove(slot) {
-                room.cell.slot.store(NO_SLOT, Ordering::Relaxed);
-                room.cell.release();
+            self.step_release(now, slot, ReleaseEvent::QuietHere);
+        }
+    }
+
+    /// The sender says that nothing of the epoch is on its way any more.
+    pub(super) fn told_drained(&mut self, now: Micros, peer: PeerIndex, epoch: Epoch) {
+        match self.slot_of(peer, epoch) {
+            Some(slot) => self.step_release(now, slot, ReleaseEvent::Drained),
+            None => self.stats.late_events += 1,
+        }
+    }
+
+    /// A lane of the peer is down: so may be the last one that an ended room waits for.
+    pub(super) fn release_receivers_of(&mut self, now: Micros, peer: PeerIndex) {
+        let Some(known) = self.peers.get(peer) else { return };
+        let down = known.links.down_before();
+        for slot in self.receiving.rooms.indices() {
+            if self.receiving.rooms.get(slot).is_some_and(|room| room.peer == peer) {
+                self.step_release(now, slot, ReleaseEvent::LanesDownBefore(down));
             }
         }
+    }
+
+    pub(super) fn receiver_fence_tick(&mut self, now: Micros, slot: u32, generation: u32) {
+        if self.receiving.rooms.get_exact(slot, generation).is_some() {
+            self.step_release(now, slot, ReleaseEvent::Tick);
+        }
+    }
+
+    fn step_release(&mut self, now: Micros, slot: u32, event: ReleaseEvent) {
+        let Some(room) = self.receiving.rooms.get_mut(slot) else { return };
+        let (peer, reaction) = (room.peer, room.release.on(now, event));
+        if !self.react_release(peer, reaction) {
+            return;
+        }
+        if let Some(room) = self.receiving.rooms.remove(slot) {
+            self.receiving.by_epoch.remove(&room.core.epoch());
+            room.cell.slot.store(NO_SLOT, Ordering::Relaxed);
+            room.cell.release();
+        }
+        self.after_release();
     }
 
     pub(super) fn fail_receivers_of(

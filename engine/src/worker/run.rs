@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::stats::SharedStats;
 use super::wake::Wakeup;
-use super::{Queues, Worker};
+use super::{Limits, Queues, Worker};
 use crate::config::{EngineConfig, IoMode};
 use crate::fabric::Fabric;
 use crate::fabric::tcp::TcpFabric;
@@ -169,9 +169,13 @@ fn run<D: Driver>(setup: WorkerSetup, driver: D) {
     let WorkerSetup { config, identity, epoch_zero, queues, wakeup, pools, pool_pages, stats } =
         setup;
     let fabric = TcpFabric::new(driver, config.zero_copy);
-    let (max_rooms, max_peers) = (config.max_rooms as usize, config.max_peers as usize);
+    let limits = Limits {
+        max_rooms: config.max_rooms as usize,
+        max_peers: config.max_peers as usize,
+        fence_after_ms: config.fence_after_ms,
+    };
     let pools = (pools, pool_pages);
-    let mut worker = Worker::new(identity, fabric, queues, pools, max_rooms, max_peers, stats);
+    let mut worker = Worker::new(identity, fabric, queues, pools, limits, stats);
     let clock = || Micros(u64::try_from(epoch_zero.elapsed().as_micros()).unwrap_or(u64::MAX));
     // A panic is a bug of ours. It must not leave callers waiting: rooms are ended all the same.
     let ran =

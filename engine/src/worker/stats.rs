@@ -44,6 +44,12 @@ stats! {
     frames_posted,
     /// Data frames placed here.
     frames_placed,
+    /// Data frames posted again because their lane went down before they were placed.
+    frames_replayed,
+    /// Lanes that went down, for whatever reason.
+    lanes_lost,
+    /// Times every lane to a peer was closed because it did not let go of a room's pages.
+    fences,
     /// Data frames drained because no grant covered them.
     frames_refused,
     /// Messages and acknowledgements that came too late or twice, and changed nothing.

@@ -61,6 +61,8 @@ pub(crate) struct GrantOrder {
     /// Longest aux row taken.
     pub(crate) aux_bytes: u32,
     pub(crate) note: Bytes,
+    /// Whether a checksum is compared before the room is done.
+    pub(crate) checksum: bool,
 }
 
 /// Where a room's aux row is put.

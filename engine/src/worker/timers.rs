@@ -12,8 +12,24 @@ const STALE_MIN: usize = 1024;
 /// Whose deadline it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Timer {
-    Send { slot: u32, generation: u32 },
-    Receive { slot: u32, generation: u32 },
+    Send {
+        slot: u32,
+        generation: u32,
+    },
+    Receive {
+        slot: u32,
+        generation: u32,
+    },
+    /// A sending room's pages should be quiet.
+    SendFence {
+        slot: u32,
+        generation: u32,
+    },
+    /// A receiving room's pages should be quiet.
+    ReceiveFence {
+        slot: u32,
+        generation: u32,
+    },
 }
 
 /// A heap of deadlines. A room may have several; the room knows which one holds.

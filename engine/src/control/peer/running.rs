@@ -19,7 +19,8 @@ use crate::control::session::{
     End, NewSession, OUTBOX_MESSAGES, OWN_MESSAGES, SILENT_TICKS, WriteEnd, Writer, heartbeat,
     silence_tick, ticks,
 };
-use crate::ids::Incarnation;
+use crate::fabric::{Link, NewLane};
+use crate::ids::{Incarnation, LaneId};
 use crate::peers::{FabricInfo, LaneInfo, PeerHealth, PeerInfo};
 use crate::wire::message::{CONTROL_FRAME_BYTES_MAX, Message};
 use crate::worker::mail::{PeerUp, ToWorker};
@@ -190,7 +191,7 @@ impl PeerTask {
                     return Some(session);
                 }
             }
-            Letter::Lane { stream, dialed } => self.lane(stream, dialed).await,
+            Letter::Lane { id, stream, dialed } => self.lane(id, stream, dialed).await,
             Letter::Supplanted { by, settled } => {
                 self.supplanted = Some(self.supplant(by, settled));
             }
@@ -261,12 +262,13 @@ impl PeerTask {
         let (peer, within) = (Arc::clone(&self.peer), self.core.connect_timeout());
         self.core.spawn(async move {
             let stream = lanes::dial(addr, token, within).await;
-            peer.tell(Letter::Lane { stream, dialed: true }).await;
+            let id = lanes::lane_id(&token);
+            peer.tell(Letter::Lane { id, stream, dialed: true }).await;
         });
     }
 
     /// A lane stands: gives it a number, and to the worker.
-    pub(super) async fn lane(&mut self, stream: io::Result<TcpStream>, dialed: bool) {
+    pub(super) async fn lane(&mut self, id: LaneId, stream: io::Result<TcpStream>, dialed: bool) {
         let peer = self.peer.incarnation;
         if dialed {
             self.lanes.dialing = self.lanes.dialing.saturating_sub(1);
@@ -287,7 +289,8 @@ impl PeerTask {
         };
         let lanes::ReadyLane { stream, local, remote, leaves_host } = lane;
         self.core.peers.lane_up(peer, LaneInfo { lane: number, local, remote });
-        let up = ToWorker::LaneUp { peer, lane: number, stream, leaves_host };
+        let link = Link::Tcp { stream, leaves_host };
+        let up = ToWorker::LaneUp { peer, lane: NewLane { id, number, link } };
         let _ = self.core.worker.send(up).await;
         self.peer.count_lanes(&self.core.peers);
     }

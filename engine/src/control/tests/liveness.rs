@@ -129,7 +129,8 @@ async fn a_peer_that_takes_nothing_is_silent_too_however_much_it_says() {
     let outbox = a.outboxes[&peer].clone();
     tokio::spawn(async move {
         let sent = crate::failure::Landed::default();
-        let large = Message::Finished { room: RoomId(1), epoch: Epoch(1), sent, aux };
+        let large =
+            Message::Finished { room: RoomId(1), epoch: Epoch(1), sent, aux, checksum: None };
         while outbox.send(large.clone()).await.is_ok() {}
     });
     let talking = tokio::spawn(async move {

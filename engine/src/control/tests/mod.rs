@@ -19,6 +19,7 @@ use super::framing::{self, Kind, Wire};
 use super::handshake::{Dialed, Greeted, Identity};
 use super::{Control, ControlSetup, PeerTable, handshake};
 use crate::config::{EngineConfig, Secret};
+use crate::fabric::{Link, NewLane};
 use crate::failure::FailureKind;
 use crate::ids::{Epoch, Incarnation, RoomId};
 use crate::memory::{PoolCard, PoolLayout};
@@ -51,8 +52,16 @@ fn card(name: &str, page_bytes: u32) -> PoolCard {
     PoolCard { page_stride: layout.page_bytes(), layout }
 }
 
+fn tcp(lane: &NewLane) -> &std::net::TcpStream {
+    match &lane.link {
+        Link::Tcp { stream, .. } => stream,
+        #[cfg(feature = "sim")]
+        other @ Link::Sim(_) => panic!("not a stream: {other:?}"),
+    }
+}
+
 fn message(id: u64) -> Message {
-    Message::Drained { room: RoomId(id), epoch: Epoch(1) }
+    Message::Drained { epoch: Epoch(id) }
 }
 
 /// An engine without its worker.
@@ -119,11 +128,11 @@ impl Node {
                 self.outboxes.insert(up.peer, up.outbox.clone());
                 ToWorker::PeerUp(up)
             }
-            ToWorker::LaneUp { peer, lane, stream, leaves_host } => {
-                assert_ne!(lane, 0);
-                let kept = stream.try_clone().unwrap();
-                assert!(self.lanes.insert(lane, kept).is_none(), "lane number {lane} used twice");
-                ToWorker::LaneUp { peer, lane, stream, leaves_host }
+            ToWorker::LaneUp { peer, lane } => {
+                let (number, kept) = (lane.number, tcp(&lane).try_clone().unwrap());
+                assert_ne!(number, 0);
+                assert!(self.lanes.insert(number, kept).is_none(), "lane {number} used twice");
+                ToWorker::LaneUp { peer, lane }
             }
             said => said,
         }
@@ -161,7 +170,7 @@ impl Node {
 
     async fn lane(&mut self) -> u16 {
         match self.next().await {
-            ToWorker::LaneUp { lane, .. } => lane,
+            ToWorker::LaneUp { lane, .. } => lane.number,
             other => panic!("a lane was to come up, not {other:?}"),
         }
     }

@@ -164,6 +164,7 @@ async fn shutdown_sends_what_waits_says_goodbye_and_ends_every_task() {
         epoch: Epoch(1),
         sent: Landed::default(),
         aux: vec![7; 64 << 10].into(),
+        checksum: None,
     };
     for id in 0..100 {
         a.outboxes[&b.incarnation].try_send(row(id)).unwrap();

@@ -17,7 +17,6 @@ pub(crate) mod uring;
 
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsRawFd, RawFd};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -25,11 +24,12 @@ use rustix::io::Errno;
 use self::driver::{Direction, Done, Driver, Outcome};
 use self::filler::Scratch;
 use self::receive::{Arrived, Receive};
-use self::transmit::Transmit;
-use super::{Event, Fabric, Gate, PeerIndex, Posting, RoomTag};
+use self::transmit::{Retracted, Transmit};
+use super::{DownLane, Event, Fabric, Gate, Link, NewLane, PeerIndex, Posting, RoomTag};
 use crate::config::ZeroCopy;
-use crate::ids::Epoch;
+use crate::ids::{Epoch, LaneId};
 use crate::plan::Strips;
+use crate::room::links::Tally;
 use crate::wire::frame::{DataFrame, Frame, RejectReason};
 
 /// How long closing the fabric waits for the kernel to let go of lanes. It takes microseconds; the
@@ -56,6 +56,7 @@ pub(crate) struct TcpFabric<D: Driver> {
 #[derive(Debug)]
 struct Lane {
     peer: PeerIndex,
+    id: LaneId,
     number: u16,
     stream: TcpStream,
     receive: Receive,
@@ -104,7 +105,7 @@ impl<D: Driver> TcpFabric<D> {
     }
 
     /// Begins to close a lane: its socket is shut down and what is in flight is cancelled.
-    fn close_lane(&mut self, index: u32, cause: &str) {
+    fn close_index(&mut self, index: u32, cause: &str) {
         let Some(lane) = self.lanes[index as usize].as_mut() else { return };
         if lane.closing.is_some() {
             return;
@@ -159,7 +160,7 @@ impl<D: Driver> TcpFabric<D> {
             (_, Outcome::Notified { copied }) => lane.transmit.notified(done.ticket, copied),
         }
         if let Some(cause) = fault {
-            self.close_lane(done.lane, &cause);
+            self.close_index(done.lane, &cause);
         }
         self.rouse(done.lane);
     }
@@ -195,14 +196,15 @@ impl<D: Driver> TcpFabric<D> {
         if let Some(lanes) = self.by_peer.get_mut(lane.peer.0 as usize) {
             lanes.retain(|&other| other != index);
         }
-        let number = lane.number;
-        let cause: Arc<str> = lane.closing.take().unwrap_or_default().into();
-        let peer = lane.peer;
+        let Lane { peer, id, number, .. } = lane;
+        let cause = lane.closing.take().unwrap_or_default();
+        let tally = lane.receive.tally();
         let (lost, returned) = lane.transmit.abandon();
-        events.extend(lost.map(|tag| Event::Lost { tag, lane: number, cause: Arc::clone(&cause) }));
+        // The worker puts each before the one it had before.
+        let returned = returned.into_iter().rev();
         events.extend(returned.map(|posting| Event::Returned { peer, posting: Box::new(posting) }));
-        let cause = cause.as_ref().to_owned();
-        events.push(Event::LaneDown { peer, lane: number, cause });
+        let down = DownLane { peer, id, number, cause, culprit: None, lost, tally };
+        events.push(Event::LaneDown(Box::new(down)));
     }
 
     /// Reports the rooms that were given up and are touched by nothing any more.
@@ -249,7 +251,10 @@ fn receive(
             }
             Arrived::Answer(Frame::Ack { seq }) => lane
                 .transmit
-                .acknowledge(seq, |(tag, landed)| events.push(Event::Acked { tag, landed }))
+                .acknowledge(seq, |posting| {
+                    let (tag, landed) = (posting.tag, posting.landed());
+                    events.push(Event::Acked { tag, landed });
+                })
                 .map_err(|error| error.to_string())?,
             Arrived::Answer(Frame::Reject { seq, reason, .. }) => {
                 let tag = lane.transmit.reject(seq).map_err(|error| error.to_string())?;
@@ -269,6 +274,12 @@ fn answer(lane: &mut Lane, seq: u64, reject: Option<Frame>) -> Result<(), String
     }
 }
 
+/// A lane that could not be adopted.
+fn never_was(peer: PeerIndex, id: LaneId, number: u16, cause: String) -> Event {
+    let (lost, tally) = (Vec::new(), Tally::default());
+    Event::LaneDown(Box::new(DownLane { peer, id, number, cause, culprit: None, lost, tally }))
+}
+
 /// The cause an errno is for closing a lane; none for one that passes.
 fn permanent(errno: Errno) -> Option<String> {
     match errno {
@@ -280,7 +291,20 @@ fn permanent(errno: Errno) -> Option<String> {
 impl<D: Driver> Fabric for TcpFabric<D> {
     const SPINS: bool = D::SPINS;
 
-    fn add_lane(&mut self, peer: PeerIndex, lane: u16, stream: TcpStream, leaves_host: bool) {
+    fn is_guarded(&self) -> bool {
+        true
+    }
+
+    fn add_lane(&mut self, peer: PeerIndex, lane: NewLane) {
+        let NewLane { id, number, link } = lane;
+        #[cfg_attr(not(feature = "sim"), expect(clippy::infallible_destructuring_match))]
+        let (stream, leaves_host) = match link {
+            Link::Tcp { stream, leaves_host } => (stream, leaves_host),
+            #[cfg(feature = "sim")]
+            Link::Sim(_) => {
+                return self.early.push(never_was(peer, id, number, "not a stream".to_owned()));
+            }
+        };
         let zero_copy = self.driver.can_zero_copy()
             && match self.zero_copy {
                 ZeroCopy::Auto => leaves_host,
@@ -293,14 +317,14 @@ impl<D: Driver> Fabric for TcpFabric<D> {
         }
         let lane = Lane {
             peer,
-            number: lane,
+            id,
+            number,
             stream,
             receive: Receive::new(),
             transmit: Transmit::new(zero_copy),
             closing: None,
             restless: false,
         };
-        let number = lane.number;
         let index = index as u32;
         let prepared = if filler::zeros().is_some() {
             self.driver.add(index, lane.fd())
@@ -309,7 +333,7 @@ impl<D: Driver> Fabric for TcpFabric<D> {
         };
         if let Err(errno) = prepared {
             let cause = std::io::Error::from(errno).to_string();
-            self.early.push(Event::LaneDown { peer, lane: number, cause });
+            self.early.push(never_was(peer, id, number, cause));
             return;
         }
         self.lanes[index as usize] = Some(lane);
@@ -320,10 +344,17 @@ impl<D: Driver> Fabric for TcpFabric<D> {
         self.rouse(index);
     }
 
+    fn close_lane(&mut self, peer: PeerIndex, lane: LaneId, cause: &str) {
+        let index = self.lanes_of(peer).find(|(_, known)| known.id == lane).map(|(index, _)| index);
+        if let Some(index) = index {
+            self.close_index(index, cause);
+        }
+    }
+
     fn close_peer(&mut self, peer: PeerIndex, cause: &str) {
         let indices: Vec<u32> = self.lanes_of(peer).map(|(index, _)| index).collect();
         for index in indices {
-            self.close_lane(index, cause);
+            self.close_index(index, cause);
         }
     }
 
@@ -349,10 +380,17 @@ impl<D: Driver> Fabric for TcpFabric<D> {
         for at in 0..self.by_peer.get(peer.0 as usize).map_or(0, Vec::len) {
             let index = self.by_peer[peer.0 as usize][at];
             let Some(lane) = self.lanes[index as usize].as_mut() else { continue };
-            if lane.transmit.retract(tag)
-                && let Some((direction, ticket)) = lane.transmit.cancel()
-            {
-                self.driver.cancel(index, direction, ticket);
+            match lane.transmit.retract(tag) {
+                Retracted::Nothing => {}
+                Retracted::Cancel => {
+                    if let Some((direction, ticket)) = lane.transmit.cancel() {
+                        self.driver.cancel(index, direction, ticket);
+                    }
+                }
+                Retracted::Close => {
+                    let cause = "a room was given up in the middle of a frame that is sent again";
+                    self.close_index(index, cause);
+                }
             }
         }
         self.retracting.push((peer, tag));
@@ -391,7 +429,7 @@ impl<D: Driver> Fabric for TcpFabric<D> {
 
     fn close(&mut self) -> bool {
         for index in 0..self.lanes.len() as u32 {
-            self.close_lane(index, "the engine is shutting down");
+            self.close_index(index, "the engine is shutting down");
         }
         let deadline = Instant::now() + CLOSE_WAIT;
         let mut events = Vec::new();

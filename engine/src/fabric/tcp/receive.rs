@@ -4,12 +4,15 @@
 //! behind it. Not waiting for all of it keeps the kernel's buffer draining; the next operation goes
 //! on where this one ended.
 
+use std::collections::VecDeque;
+
 use super::driver::{OpMemoryBox, STRIPS_PER_OP};
 use super::filler::SCRATCH_BYTES;
 use super::strips::{Queued, StripQueue};
 use crate::ids::Epoch;
 use crate::memory::PAGE_BYTES_MAX;
 use crate::plan::Strips;
+use crate::room::links::{REJECTED_MAX, Tally};
 use crate::wire::frame::{DataFrame, FRAME_BYTES, Frame, FrameError, HEADER_BYTES, RejectReason};
 
 /// Longest payload a frame may announce; a longer one is a lane out of step or a hostile peer.
@@ -24,6 +27,8 @@ pub(super) struct Receive {
     header_bytes: usize,
     pub(super) in_flight: bool,
     last_seq: u64,
+    /// The latest frames that were drained.
+    drained: VecDeque<u64>,
 }
 
 #[derive(Debug)]
@@ -77,6 +82,7 @@ impl Receive {
             header_bytes: 0,
             in_flight: false,
             last_seq: 0,
+            drained: VecDeque::with_capacity(REJECTED_MAX),
         }
     }
 
@@ -131,8 +137,8 @@ impl Receive {
             let Some(done) = self.frame.take() else { return Ok(None) };
             return Ok(Some(match done.target {
                 Target::Pages(_) => Arrived::Placed(done.frame),
-                Target::Leaving(_) => Arrived::Drained(done.frame, RejectReason::Revoked),
-                Target::Scratch(reason) => Arrived::Drained(done.frame, reason),
+                Target::Leaving(_) => self.drained(done.frame, RejectReason::Revoked),
+                Target::Scratch(reason) => self.drained(done.frame, reason),
             }));
         }
         self.header_bytes += std::mem::take(moved);
@@ -153,6 +159,23 @@ impl Receive {
         }
         self.last_seq = want;
         Ok(Some(Arrived::Header(data)))
+    }
+
+    fn drained(&mut self, frame: DataFrame, reason: RejectReason) -> Arrived {
+        if self.drained.len() == REJECTED_MAX {
+            self.drained.pop_front();
+        }
+        self.drained.push_back(frame.seq);
+        Arrived::Drained(frame, reason)
+    }
+
+    /// What came on the lane. Only at its end: a frame under way does not count.
+    pub(super) fn tally(&self) -> Tally {
+        let under_way = u64::from(self.frame.is_some());
+        Tally {
+            completed: self.last_seq - under_way,
+            rejected: self.drained.iter().copied().collect(),
+        }
     }
 
     /// The gate's word on the frame whose header just came.

@@ -38,12 +38,12 @@ macro_rules! each_driver {
     ($($(#[$doc:meta])* fn $name:ident($link:ident) $body:block)+) => {$(
         #[test]
         fn $name() {
-            fn test<D: Driver>(mut $link: Link<D>) $body
-            test(Link::new(epoll, ZeroCopy::Off));
+            fn test<D: Driver>(mut $link: Bench<D>) $body
+            test(Bench::new(epoll, ZeroCopy::Off));
             #[cfg(feature = "io-uring")]
             if uring().is_some() {
-                test(Link::new(|| uring().unwrap(), ZeroCopy::Off));
-                test(Link::new(|| uring().unwrap(), ZeroCopy::Try));
+                test(Bench::new(|| uring().unwrap(), ZeroCopy::Off));
+                test(Bench::new(|| uring().unwrap(), ZeroCopy::Try));
             }
         }
     )+};
@@ -86,7 +86,7 @@ impl Gate for TestGate {
 }
 
 /// Two fabrics joined by one lane, and a pool on each side.
-struct Link<D: Driver> {
+struct Bench<D: Driver> {
     tx: TcpFabric<D>,
     rx: TcpFabric<D>,
     gate: TestGate,
@@ -124,6 +124,11 @@ fn content(pool: &Pool, page: u32) -> Vec<u8> {
     out
 }
 
+fn lane(number: u16, stream: TcpStream) -> NewLane {
+    let link = Link::Tcp { stream, leaves_host: false };
+    NewLane { id: LaneId(number.into()), number, link }
+}
+
 fn socket_pair() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let dialed = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -133,13 +138,13 @@ fn socket_pair() -> (TcpStream, TcpStream) {
     (dialed, accepted)
 }
 
-impl<D: Driver> Link<D> {
+impl<D: Driver> Bench<D> {
     fn new(driver: impl Fn() -> D, zero_copy: ZeroCopy) -> Self {
         let (tx_end, rx_end) = socket_pair();
         let mut tx = TcpFabric::new(driver(), zero_copy);
         let mut rx = TcpFabric::new(driver(), zero_copy);
-        tx.add_lane(PEER, 1, tx_end, false);
-        rx.add_lane(PEER, 2, rx_end, false);
+        tx.add_lane(PEER, lane(1, tx_end));
+        rx.add_lane(PEER, lane(2, rx_end));
         Self { tx, rx, gate: TestGate::default(), sent: Vec::new(), received: Vec::new() }
     }
 
@@ -172,7 +177,12 @@ impl<D: Driver> Link<D> {
         };
         self.tx.post(
             PEER,
-            Posting { tag: tag(slot), frame, runs: Runs::new(strips(), strips()).unwrap() },
+            Posting {
+                tag: tag(slot),
+                again: false,
+                frame,
+                runs: Runs::new(strips(), strips()).unwrap(),
+            },
         );
     }
 
@@ -212,10 +222,18 @@ impl<D: Driver> Link<D> {
     }
 }
 
+fn down(events: &[Event]) -> &DownLane {
+    let down = events.iter().find_map(|event| match event {
+        Event::LaneDown(down) => Some(&**down),
+        _ => None,
+    });
+    down.expect("no lane is down")
+}
+
 /// The cause with which a fabric's lane went down.
 fn lane_down(events: &[Event]) -> Option<&str> {
     events.iter().find_map(|event| match event {
-        Event::LaneDown { cause, .. } => Some(cause.as_str()),
+        Event::LaneDown(down) => Some(down.cause.as_str()),
         _ => None,
     })
 }
@@ -252,7 +270,7 @@ each_driver! {
         fill(&from, 0, 7);
         link.allow(3, &to, &[1]);
         link.post(3, &from, &[0]);
-        let started = |link: &Link<D>| link.rx.lanes.iter().flatten().any(|lane| lane.receive.writes(3, Epoch(1)));
+        let started = |link: &Bench<D>| link.rx.lanes.iter().flatten().any(|lane| lane.receive.writes(3, Epoch(1)));
         link.until("the frame's header", started);
         link.poll_tx();
         link.poll_rx();
@@ -346,11 +364,8 @@ each_driver! {
         link.poll_tx();
         link.rx.close_peer(PEER, "a test");
         link.until("both ends to be down", |link| lane_down(&link.sent).is_some() && lane_down(&link.received).is_some());
-        let lost: Vec<_> = link.sent.iter().filter_map(|event| match event {
-            Event::Lost { tag, lane: 1, .. } => Some(tag.slot),
-            _ => None,
-        }).collect();
-        assert_eq!(lost, [3, 4]);
+        let lost: Vec<_> = down(&link.sent).lost.iter().map(|(seq, posting)| (*seq, posting.tag.slot)).collect();
+        assert_eq!(lost, [(1, 3), (2, 4)]);
         assert_eq!(lane_down(&link.received), Some("a test"));
         assert!(!link.tx.has_room(PEER));
     }
@@ -360,7 +375,7 @@ each_driver! {
         link.post(3, &from, &[0]);
         link.poll_tx();
         link.poll_tx();
-        let Link { tx, rx, .. } = link;
+        let Bench { tx, rx, .. } = link;
         drop(tx);
         drop(rx);
         assert_eq!(Arc::strong_count(&from.map), 1, "the kernel was not waited for");
@@ -371,7 +386,7 @@ each_driver! {
 fn against_socket(bytes: &[u8]) -> String {
     let (mut dialed, accepted) = socket_pair();
     let mut rx = TcpFabric::new(epoll(), ZeroCopy::Off);
-    rx.add_lane(PEER, 1, accepted, false);
+    rx.add_lane(PEER, lane(1, accepted));
     dialed.write_all(bytes).unwrap();
     let (mut gate, mut events) = (TestGate::default(), Vec::new());
     let deadline = Instant::now() + PATIENCE;
@@ -433,7 +448,7 @@ fn a_peer_that_sends_on_without_reading_its_answers_loses_the_lane_not_our_memor
     rustix::net::sockopt::set_socket_recv_buffer_size(&dialed, 2048).unwrap();
     rustix::net::sockopt::set_socket_send_buffer_size(&accepted, 2048).unwrap();
     let mut rx = TcpFabric::new(epoll(), ZeroCopy::Off);
-    rx.add_lane(PEER, 1, accepted, false);
+    rx.add_lane(PEER, lane(1, accepted));
     let (mut gate, mut events) = (TestGate::default(), Vec::new());
     let mut left = &frames[..];
     let deadline = Instant::now() + PATIENCE;
@@ -503,7 +518,7 @@ impl Driver for Refusing {
 #[test]
 fn a_lane_whose_zero_copy_sends_are_refused_sends_plain_and_loses_nothing() {
     let make = || Refusing { driver: epoll(), refused: Vec::new() };
-    let mut link = Link::new(make, ZeroCopy::Try);
+    let mut link = Bench::new(make, ZeroCopy::Try);
     let (from, to) = (pool(256 << 10), pool(256 << 10));
     fill(&from, 0, 7);
     link.allow(3, &to, &[1]);
@@ -518,8 +533,8 @@ fn a_lane_that_always_has_something_to_read_does_not_keep_the_others_from_being_
     let (busy_end, busy) = socket_pair();
     let (other_end, other) = socket_pair();
     let mut rx = TcpFabric::new(epoll(), ZeroCopy::Off);
-    rx.add_lane(PeerIndex(0), 1, busy, false);
-    rx.add_lane(PeerIndex(1), 2, other, false);
+    rx.add_lane(PeerIndex(0), lane(1, busy));
+    rx.add_lane(PeerIndex(1), lane(2, other));
     let (mut gate, mut events) = (TestGate::default(), Vec::new());
     // Both receives wait; from here on the busy lane is never empty.
     rx.poll(&mut gate, &mut events);
@@ -555,7 +570,7 @@ fn a_lane_that_always_has_something_to_read_does_not_keep_the_others_from_being_
     };
     let deadline = Instant::now() + PATIENCE;
     (&other_end).write_all(&[0x5a; HEADER_BYTES]).unwrap();
-    while !events.iter().any(|event| matches!(event, Event::LaneDown { lane: 2, .. })) {
+    while !events.iter().any(|event| matches!(event, Event::LaneDown(down) if down.number == 2)) {
         rx.poll(&mut gate, &mut events);
         assert!(Instant::now() < deadline, "the other lane is not seen");
     }

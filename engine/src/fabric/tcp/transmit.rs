@@ -8,9 +8,9 @@ use super::driver::{Direction, HEADERS_PER_LANE, OpMemoryBox};
 use super::filler::FILLER_BYTES;
 use super::strips::{Queued, StripQueue};
 use crate::fabric::{Posting, RoomTag};
-use crate::failure::Landed;
 use crate::plan::Runs;
 use crate::room::ledger::{Ledger, NeverPosted};
+use crate::room::links::REJECTED_MAX;
 use crate::wire::frame::{FRAME_BYTES, Frame, HEADER_BYTES};
 
 /// Frames a lane may have sent and not had acknowledged. With frames of 1 MiB, four times the
@@ -31,8 +31,27 @@ const ZERO_COPY_SENDS: usize = 32;
 /// Notifications in a row saying "copied" after which a lane stops asking for zero copy.
 const COPIED_MAX: u32 = 4;
 
-/// What an acknowledgement needs of a frame.
-pub(super) type Posted = (RoomTag, Landed);
+/// Any more of them would not fit in the answer about a lane that is down.
+const _: () = assert!(WINDOW_FRAMES <= REJECTED_MAX);
+
+/// A frame that was begun.
+#[derive(Debug)]
+struct Begun {
+    /// With all its runs: it may have to be sent again.
+    posting: Posting,
+    /// It has left whole.
+    left: bool,
+}
+
+/// What is to be done to stop reading a room's pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Retracted {
+    Nothing,
+    /// Cancel the operation in flight.
+    Cancel,
+    /// Close the lane: the rest of a frame may not be filled up.
+    Close,
+}
 
 #[derive(Debug)]
 pub(super) struct Transmit {
@@ -42,7 +61,7 @@ pub(super) struct Transmit {
     waiting_bytes: u64,
     /// The frame whose header is queued and whose payload is not yet, all of it.
     filling: Option<Filling>,
-    ledger: Ledger<Posted>,
+    ledger: Ledger<Begun>,
     /// Payload bytes of the frames in the ledger that were not rejected.
     unacked_bytes: u64,
     /// Rejects to be sent; at most a window of them.
@@ -51,8 +70,8 @@ pub(super) struct Transmit {
     ack: Option<u64>,
     /// Headers ever queued; the slot of each is its number modulo [`HEADERS_PER_LANE`].
     headers: u64,
-    /// What is in `strips` and `filling`, frame by frame: whose, and bytes that have not left.
-    leaving: VecDeque<(Option<RoomTag>, u64)>,
+    /// What is in `strips` and `filling`, frame by frame.
+    leaving: VecDeque<Leaving>,
     /// The operation in flight.
     in_flight: Option<InFlight>,
     /// Rooms that were retracted while their strips were in flight.
@@ -64,6 +83,17 @@ pub(super) struct Transmit {
     zero_copy_sends: VecDeque<ZeroCopySend>,
     /// Owner lists to be used again.
     spare_owners: Vec<Vec<RoomTag>>,
+}
+
+/// A frame on its way into the socket.
+#[derive(Clone, Copy, Debug)]
+struct Leaving {
+    /// Whose it is, and its number; none for answers and for frames that are filled up.
+    data: Option<(RoomTag, u64)>,
+    /// Bytes that have not left.
+    bytes: u64,
+    /// It is sent again, so its room may have been said to be finished.
+    again: bool,
 }
 
 /// How the operation in flight was started, and whether it has been asked to end.
@@ -141,20 +171,20 @@ impl Transmit {
     pub(super) fn acknowledge(
         &mut self,
         seq: u64,
-        mut placed: impl FnMut(Posted),
+        mut placed: impl FnMut(&Posting),
     ) -> Result<(), NeverPosted> {
         let unacked = &mut self.unacked_bytes;
-        self.ledger.acknowledge(seq, |posted| {
-            *unacked -= posted.1.bytes;
-            placed(posted);
+        self.ledger.acknowledge(seq, |begun| {
+            *unacked -= begun.posting.landed().bytes;
+            placed(&begun.posting);
         })
     }
 
     /// The peer has not placed a frame. Tells whose it was.
     pub(super) fn reject(&mut self, seq: u64) -> Result<RoomTag, NeverPosted> {
-        let &(tag, landed) = self.ledger.reject(seq)?;
-        self.unacked_bytes -= landed.bytes;
-        Ok(tag)
+        let begun = self.ledger.reject(seq)?;
+        self.unacked_bytes -= begun.posting.landed().bytes;
+        Ok(begun.posting.tag)
     }
 
     pub(super) fn post(&mut self, posting: Posting) {
@@ -254,23 +284,18 @@ impl Transmit {
                         return;
                     }
                     if let Some(reject) = self.rejects.pop_front() {
-                        self.push_header(reject, None, 0);
+                        self.push_header(reject, None);
                     } else if let Some(seq) = self.ack.take() {
-                        self.push_header(Frame::Ack { seq }, None, 0);
+                        self.push_header(Frame::Ack { seq }, None);
                     } else if self.strips.bytes() < OPERATION_BYTES
                         && let Some(posting) = self.waiting.pop_front()
                     {
                         self.waiting_bytes -= u64::from(posting.frame.payload_bytes);
-                        let mut frame = posting.frame;
+                        let (tag, again, mut frame) = (posting.tag, posting.again, posting.frame);
                         self.unacked_bytes += u64::from(frame.payload_bytes);
-                        frame.seq = self.ledger.post((posting.tag, posting.landed()));
-                        self.push_header(
-                            Frame::Data(frame),
-                            Some(posting.tag),
-                            frame.payload_bytes.into(),
-                        );
-                        self.filling =
-                            Some(Filling::Pages { tag: posting.tag, runs: posting.runs });
+                        self.filling = Some(Filling::Pages { tag, runs: posting.runs.clone() });
+                        frame.seq = self.ledger.post(Begun { posting, left: false });
+                        self.push_header(Frame::Data(frame), Some((tag, again)));
                     } else {
                         return;
                     }
@@ -279,7 +304,7 @@ impl Transmit {
         }
     }
 
-    fn push_header(&mut self, frame: Frame, tag: Option<RoomTag>, payload_bytes: u64) {
+    fn push_header(&mut self, frame: Frame, room: Option<(RoomTag, bool)>) {
         let slot = (self.headers % HEADERS_PER_LANE as u64) as usize;
         self.headers += 1;
         // SAFETY: `fill` gets here only when no send is in flight and this slot is held by none of
@@ -287,7 +312,15 @@ impl Transmit {
         unsafe { self.memory.set_header(slot, frame.encode()) };
         let addr = self.memory.header_addr(slot);
         self.strips.push(Queued { addr, bytes: HEADER_BYTES, owner: None, header: true });
-        self.leaving.push_back((tag, HEADER_BYTES as u64 + payload_bytes));
+        let (seq, payload_bytes) = match frame {
+            Frame::Data(data) => (data.seq, u64::from(data.payload_bytes)),
+            _ => (0, 0),
+        };
+        self.leaving.push_back(Leaving {
+            data: room.map(|(tag, _)| (tag, seq)),
+            bytes: HEADER_BYTES as u64 + payload_bytes,
+            again: room.is_some_and(|(_, again)| again),
+        });
     }
 
     /// The operation in flight has ended, having moved `bytes`; with `held`, a notification follows.
@@ -296,15 +329,21 @@ impl Transmit {
         let op = self.in_flight.take();
         self.strips.advance(bytes);
         let mut moved = bytes as u64;
-        while let Some((tag, left)) = self.leaving.front_mut() {
-            let part = moved.min(*left);
-            *left -= part;
+        while let Some(leaving) = self.leaving.front_mut() {
+            let part = moved.min(leaving.bytes);
+            leaving.bytes -= part;
             moved -= part;
-            if *left > 0 {
+            if leaving.bytes > 0 {
                 break;
             }
-            if let Some(tag) = *tag {
-                sent(tag);
+            if let Some((tag, seq)) = leaving.data {
+                if let Some(begun) = self.ledger.get_mut(seq) {
+                    begun.left = true;
+                }
+                // A frame sent again was reported when it left the first time.
+                if !leaving.again {
+                    sent(tag);
+                }
             }
             self.leaving.pop_front();
         }
@@ -341,8 +380,8 @@ impl Transmit {
         }
     }
 
-    /// Stops reading a room's pages. Says whether the operation in flight must be cancelled for it.
-    pub(super) fn retract(&mut self, tag: RoomTag) -> bool {
+    /// Stops reading a room's pages.
+    pub(super) fn retract(&mut self, tag: RoomTag) -> Retracted {
         let waiting_bytes = &mut self.waiting_bytes;
         self.waiting.retain(|posting| {
             if posting.tag == tag {
@@ -350,20 +389,31 @@ impl Transmit {
             }
             posting.tag != tag
         });
-        self.disown_unplanned(tag);
-        if self.in_flight.is_some() && self.strips.iter().any(|strip| strip.owner == Some(tag)) {
-            self.disowned.push(tag);
-            return true;
+        // The receiver may have been told to count it, so filler would pass for its bytes.
+        let of_room = |leaving: &Leaving| {
+            leaving.again && leaving.data.is_some_and(|(owner, _)| owner == tag)
+        };
+        if self.leaving.iter().any(of_room) {
+            return Retracted::Close;
         }
-        false
+        self.disown_unplanned(tag);
+        if self.strips.iter().any(|strip| strip.owner == Some(tag)) {
+            if self.in_flight.is_some() {
+                self.disowned.push(tag);
+                return Retracted::Cancel;
+            }
+            self.strips.disown(tag, super::filler::zeros().unwrap_or_default());
+        }
+        Retracted::Nothing
     }
 
     /// Replaces what is left of a room's frames, but for what is laid out in strips, by filler. Its peer
     /// counts that as arrived; the room has failed, and was not said to be finished, so nobody will
     /// call it done.
     fn disown_unplanned(&mut self, tag: RoomTag) {
-        let of_room = |owner: &&mut (Option<RoomTag>, u64)| owner.0 == Some(tag);
-        self.leaving.iter_mut().filter(of_room).for_each(|(owner, _)| *owner = None);
+        for leaving in &mut self.leaving {
+            leaving.data = leaving.data.filter(|(owner, _)| *owner != tag);
+        }
         if let Some(Filling::Pages { tag: filling, runs }) = &mut self.filling
             && *filling == tag
         {
@@ -384,13 +434,16 @@ impl Transmit {
         !self.zero_copy_sends.is_empty()
     }
 
-    /// The lane is gone: whose frames were sent and not acknowledged, and the frames not begun.
-    pub(super) fn abandon(
-        &mut self,
-    ) -> (impl Iterator<Item = RoomTag>, impl Iterator<Item = Posting>) {
+    /// The lane is gone: the frames that were begun and not answered, by number, and those not begun.
+    pub(super) fn abandon(&mut self) -> (Vec<(u64, Posting)>, Vec<Posting>) {
         self.strips.clear();
         self.filling = None;
-        (self.ledger.drain().map(|(tag, _)| tag), self.waiting.drain(..))
+        let lost = self.ledger.drain().map(|(seq, begun)| {
+            let mut posting = begun.posting;
+            posting.again |= begun.left;
+            (seq, posting)
+        });
+        (lost.collect(), self.waiting.drain(..).collect())
     }
 
     /// A zero-copy send was refused with this error. Says whether a plain one may not be: then the

@@ -6,13 +6,14 @@ use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
 
-use super::{Granted, SendRoom, WaitingGrant, pages_of};
+use super::{Granted, SendRoom, SentHash, WaitingGrant, pages_of};
 use crate::config::ROOM_TIMEOUT_MS_MAX;
 use crate::fabric::{Fabric, PeerIndex};
 use crate::failure::{Failure, FailureKind, Landed};
 use crate::ids::{Incarnation, Micros, Role};
-use crate::memory::PoolId;
+use crate::memory::{PageHash, PoolId};
 use crate::room::cell::{Bound, BoundPool, RoomCell};
+use crate::room::release::Release;
 use crate::room::sender::{Sender, SenderEvent};
 use crate::wire::message::{Grant, Message};
 use crate::worker::{TABLE_FULL, Timer, Worker};
@@ -50,6 +51,10 @@ impl<F: Fabric> Worker<F> {
             ready: false,
             suspicion: None,
             asked: None,
+            release: Release::new(),
+            lanes_lost: 0,
+            replayed: 0,
+            checksum: None,
         };
         let Ok((slot, generation)) = self.sending.rooms.insert(room) else {
             debug_assert!(false, "callers reserve a place first");
@@ -89,6 +94,7 @@ impl<F: Fabric> Worker<F> {
         if let Some(verdict) = self.verdicts.find(incarnation, grant.epoch, Role::Sender).cloned() {
             self.stats.late_events += 1;
             self.peers.tell(peer, verdict);
+            self.say_drained(peer, grant.epoch);
             return;
         }
         if let Some(error) = self.check_grant(peer, &grant) {
@@ -185,6 +191,7 @@ impl<F: Fabric> Worker<F> {
             peer,
             Message::Failed { room, epoch, to: Role::Receiver, failure: Box::new(failure) },
         );
+        self.say_drained(peer, epoch);
     }
 
     fn bind(
@@ -221,9 +228,13 @@ impl<F: Fabric> Worker<F> {
             peer_addr: known.addr.clone(),
             epoch: grant.epoch,
             note: grant.note,
+            checksum: grant.checksum,
             aux_bytes: grant.aux_bytes,
             pools: bound_pools,
         };
+        if grant.checksum {
+            room.checksum = Some(Box::new(SentHash { hash: PageHash::new(), extents: Vec::new() }));
+        }
         room.bound = Some(Granted { peer, epoch: grant.epoch, slot: grant.slot, session, pools });
         self.sending.by_epoch.insert((peer, grant.epoch), slot);
         self.sending.by_room.insert((peer, grant.room), slot);

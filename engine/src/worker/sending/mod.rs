@@ -16,15 +16,21 @@ use super::submit::Chunk;
 use crate::fabric::{Fabric, PeerIndex, Posting, RoomTag};
 use crate::failure::{Failure, FailureKind, Landed};
 use crate::ids::{Epoch, Incarnation, Micros, RoomId};
+use crate::memory::{PageHash, Walk};
 use crate::plan::{Pieces, Runs, Strips};
 use crate::room::cell::RoomCell;
+use crate::room::release::Release;
 use crate::room::sender::{Sender, SenderEvent, SenderReaction};
 use crate::wire::frame::{DataFrame, FRAME_BYTES};
-use crate::wire::message::{GRANT_PAGES_MAX, Grant};
+use crate::wire::message::{Checksum, Extent, GRANT_PAGES_MAX, Grant};
 
 /// Pages of all grants that wait for rooms to be opened: sixteen grants of the largest size, 64 MiB of
 /// page lists.
 const PAGES_WAITING_MAX: usize = 16 * GRANT_PAGES_MAX;
+
+/// Lanes that may go down under a room, one after the other, before it fails: more than a path that is
+/// worth having ever loses during one room.
+pub(in crate::worker) const REPLAYS_MAX: u32 = 16;
 
 /// A sending room in the worker.
 #[derive(Debug)]
@@ -44,6 +50,47 @@ pub(in crate::worker) struct SendRoom {
     suspicion: Option<(Micros, Failure)>,
     /// The fault that asked for the verdict.
     asked: Option<Failure>,
+    /// When its pages are quiet.
+    release: Release,
+    /// Lanes that went down with frames of it, and frames posted again for that.
+    pub(in crate::worker) lanes_lost: u32,
+    pub(in crate::worker) replayed: u32,
+    /// What was sent so far, when the receiver wants a checksum.
+    checksum: Option<Box<SentHash>>,
+}
+
+/// The checksum of what was posted so far, and what that is.
+#[derive(Debug)]
+struct SentHash {
+    hash: PageHash,
+    extents: Vec<Extent>,
+}
+
+impl SentHash {
+    /// Notes that a chunk is wholly posted. Layers that follow one another become one.
+    fn chunk(&mut self, next: Extent) {
+        if let Some(last) = self.extents.last_mut()
+            && (last.pool, last.at, last.count) == (next.pool, next.at, next.count)
+            && last.layer + last.layers == next.layer
+        {
+            last.layers += next.layers;
+        } else {
+            self.extents.push(next);
+        }
+    }
+}
+
+impl SendRoom {
+    /// Whether it waits for a fault to be explained, and will fail.
+    pub(in crate::worker) const fn is_suspect(&self) -> bool {
+        self.suspicion.is_some()
+    }
+
+    /// The checksum of all that was sent.
+    fn checksum(&self) -> Option<Box<Checksum>> {
+        let sent = self.checksum.as_ref()?;
+        Some(Box::new(Checksum { xxh3: sent.hash.value(), extents: sent.extents.clone() }))
+    }
 }
 
 /// The grant a sending room is matched to.
@@ -136,6 +183,11 @@ impl Sending {
         self.grants_waiting -= taken.len();
         self.pages_waiting -= taken.iter().map(|waiting| pages_of(&waiting.grant)).sum::<usize>();
         taken
+    }
+
+    /// Whether a room of this epoch is live or unreleased.
+    pub(in crate::worker) fn has_epoch(&self, peer: PeerIndex, epoch: Epoch) -> bool {
+        self.by_epoch.contains_key(&(peer, epoch))
     }
 
     /// Takes every waiting grant, of a peer or of all.
@@ -284,6 +336,7 @@ impl<F: Fabric> Worker<F> {
             pairing.remote,
             range(chunk.layers.start - pairing.layers.start),
         );
+        let walk = room.checksum.is_some().then(|| Walk::new(src.clone()));
         let runs = match Runs::new(src, dst) {
             Ok(runs) => runs,
             Err(error) => {
@@ -310,6 +363,13 @@ impl<F: Fabric> Worker<F> {
             payload_bytes: (u64::from(pieces) * piece_bytes) as u32,
         };
         room.next_piece += pieces;
+        if let (Some(sent), Some(mut walk)) = (&mut room.checksum, walk) {
+            sent.hash.take(&mut walk, u64::MAX);
+            if room.next_piece == total {
+                let DataFrame { pool, layer, layers, at, count, .. } = frame;
+                sent.chunk(Extent { pool, layer, layers, at, count });
+            }
+        }
         if room.next_piece == total {
             room.next_piece = 0;
             room.chunks.pop_front();
@@ -317,7 +377,7 @@ impl<F: Fabric> Worker<F> {
         }
         self.stats.frames_posted += 1;
         let tag = RoomTag { slot, generation };
-        self.fabric.post(peer, Posting { tag, frame, runs });
+        self.fabric.post(peer, Posting { tag, again: false, frame, runs });
         self.step_sender(now, slot, SenderEvent::Posted { page_writes: pieces.into() }, Vec::new());
         self.make_ready(slot);
         true

@@ -8,6 +8,7 @@ use crate::fabric::{Fabric, PeerIndex, RoomTag};
 use crate::failure::{Failure, FailureKind, Landed};
 use crate::ids::{Epoch, Micros, Role, RoomId};
 use crate::room::cell::NO_SLOT;
+use crate::room::release::{PeerWrites, ReleaseEvent, ReleaseReaction};
 use crate::room::sender::{SenderEvent, SenderReaction};
 use crate::wire::frame::RejectReason;
 use crate::wire::message::Message;
@@ -25,7 +26,7 @@ impl<F: Fabric> Worker<F> {
         &mut self,
         now: Micros,
         tag: RoomTag,
-        lane: u16,
+        lane: Option<u16>,
         kind: FailureKind,
         causes: Vec<String>,
     ) {
@@ -34,8 +35,7 @@ impl<F: Fabric> Worker<F> {
             return;
         }
         let cell = Arc::clone(&room.cell);
-        let mut failure = self.failure(&cell, Role::Sender, kind, None, causes);
-        failure.lane = Some(lane);
+        let failure = self.failure(&cell, Role::Sender, kind, lane, causes);
         let until = now.after_ms(EXPLAIN_WAIT_MS);
         if let Some(room) = self.sending.rooms.get_mut(tag.slot) {
             room.suspicion = Some((until, failure));
@@ -58,7 +58,7 @@ impl<F: Fabric> Worker<F> {
                 (FailureKind::OutsideGrant, "the receiver refused a write: outside the grant")
             }
         };
-        self.suspect(now, tag, lane, kind, vec![cause.to_owned()]);
+        self.suspect(now, tag, Some(lane), kind, vec![cause.to_owned()]);
     }
 
     pub(in crate::worker) fn sender_tick(&mut self, now: Micros, slot: u32, generation: u32) {
@@ -106,6 +106,9 @@ impl<F: Fabric> Worker<F> {
                 |waiting: &WaitingGrant| waiting.peer == peer && waiting.grant.epoch == epoch;
             if self.sending.take_grants(room, of_epoch).is_empty() {
                 self.stats.late_events += 1;
+            }
+            if told.is_err() {
+                self.say_drained(peer, epoch);
             }
             return;
         };
@@ -190,8 +193,8 @@ impl<F: Fabric> Worker<F> {
                 room.cell.advance(room.core.state());
                 let aux = room.aux.clone();
                 if let Some(bound) = &room.bound {
-                    let message =
-                        Message::Finished { room: room_id, epoch: bound.epoch, sent, aux };
+                    let (room, epoch, checksum) = (room_id, bound.epoch, room.checksum());
+                    let message = Message::Finished { room, epoch, sent, aux, checksum };
                     self.peers.tell(bound.peer, message);
                 }
             }
@@ -215,7 +218,7 @@ impl<F: Fabric> Worker<F> {
                     && let Some(known) = self.peers.get(bound.peer)
                 {
                     // Its epoch is over: a grant of it that is said again finds this.
-                    let over = Message::Drained { room: room_id, epoch: bound.epoch };
+                    let over = Message::Drained { epoch: bound.epoch };
                     self.verdicts.keep(known.incarnation, bound.epoch, Role::Sender, over);
                 }
                 let sent = room.core.acked();
@@ -292,41 +295,51 @@ impl<F: Fabric> Worker<F> {
         let peer = room.bound.as_ref().map(|bound| bound.peer);
         self.tell_ended(cell);
         let tag = RoomTag { slot, generation };
+        let fence_at = now.after_ms(self.limits.fence_after_ms);
+        if let Some(room) = self.sending.rooms.get_mut(slot) {
+            room.release.on(now, ReleaseEvent::Ended { peer: PeerWrites::Over, fence_at });
+        }
         match peer {
             Some(peer) => {
                 if let Some(known) = self.peers.get_mut(peer) {
                     known.returned.retain(|posting| posting.tag != tag);
                 }
+                self.timers.set(fence_at, Timer::SendFence { slot, generation });
                 self.fabric.retract(peer, tag);
             }
             // Never granted, so nothing of it was ever given to a lane.
-            None => {
-                self.source_quiet(tag);
-                self.after_release();
-            }
+            None => self.source_quiet(now, tag),
         }
     }
 
-    /// Nothing reads the room's pages any more.
-    pub(in crate::worker) fn source_quiet(&mut self, tag: RoomTag) {
-        if self.sending.rooms.get_exact(tag.slot, tag.generation).is_none() {
+    pub(in crate::worker) fn sender_fence_tick(&mut self, now: Micros, slot: u32, generation: u32) {
+        let Some(room) = self.sending.rooms.get_exact(slot, generation) else { return };
+        let reaction = room.release.on(now, ReleaseEvent::Tick);
+        if let Some(peer) = room.bound.as_ref().map(|bound| bound.peer) {
+            self.react_release(peer, reaction);
+        }
+    }
+
+    /// The fabric reads the room's pages no more.
+    pub(in crate::worker) fn source_quiet(&mut self, now: Micros, tag: RoomTag) {
+        let Some(room) = self.sending.rooms.get_exact(tag.slot, tag.generation) else { return };
+        if room.release.on(now, ReleaseEvent::QuietHere) != ReleaseReaction::Quiet {
             return;
         }
-        if let Some(room) = self.sending.rooms.remove(tag.slot) {
-            if let Some(bound) = &room.bound {
-                self.sending.by_epoch.remove(&(bound.peer, bound.epoch));
-                let key = (bound.peer, room.cell.room);
-                if self.sending.by_room.get(&key) == Some(&tag.slot) {
-                    self.sending.by_room.remove(&key);
-                }
-                if room.cell.verdict().is_some_and(Result::is_err) {
-                    let message = Message::Drained { room: room.cell.room, epoch: bound.epoch };
-                    self.peers.tell(bound.peer, message);
-                }
+        let Some(room) = self.sending.rooms.remove(tag.slot) else { return };
+        if let Some(bound) = &room.bound {
+            self.sending.by_epoch.remove(&(bound.peer, bound.epoch));
+            let key = (bound.peer, room.cell.room);
+            if self.sending.by_room.get(&key) == Some(&tag.slot) {
+                self.sending.by_room.remove(&key);
             }
-            room.cell.slot.store(NO_SLOT, Ordering::Relaxed);
-            room.cell.release();
+            if room.cell.verdict().is_some_and(Result::is_err) {
+                self.say_drained(bound.peer, bound.epoch);
+            }
         }
+        room.cell.slot.store(NO_SLOT, Ordering::Relaxed);
+        room.cell.release();
+        self.after_release();
     }
 
     /// Fails every sending room with a peer.
@@ -360,8 +373,8 @@ impl<F: Fabric> Worker<F> {
             };
             let (id, epoch) = (room.cell.room, bound.epoch);
             let Some(sent) = room.core.awaits_verdict() else { continue };
-            let (aux, asked) = (room.aux.clone(), room.asked.clone());
-            self.peers.tell(peer, Message::Finished { room: id, epoch, sent, aux });
+            let (aux, asked, checksum) = (room.aux.clone(), room.asked.clone(), room.checksum());
+            self.peers.tell(peer, Message::Finished { room: id, epoch, sent, aux, checksum });
             if let Some(failure) = asked {
                 let failure = Box::new(failure);
                 self.peers

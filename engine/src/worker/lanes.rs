@@ -1,0 +1,183 @@
+//! Lanes that come up and go down, and what becomes of the writes that were on them.
+
+use super::Worker;
+use super::mail::ToControl;
+use super::sending::REPLAYS_MAX;
+use crate::fabric::{DownLane, Event, Fabric, NewLane, PeerIndex, Posting, RoomTag};
+use crate::failure::FailureKind;
+use crate::ids::{Epoch, Incarnation, LaneId, Micros};
+use crate::room::links::{Asked, Fate, Tally};
+use crate::room::release::{PeerWrites, ReleaseReaction};
+use crate::wire::message::Message;
+
+impl<F: Fabric> Worker<F> {
+    pub(super) fn lane_up(&mut self, peer: Incarnation, lane: NewLane) {
+        let index = self.peers.find(peer);
+        let known = index.and_then(|index| Some((index, self.peers.get_mut(index)?)));
+        let cause = match known {
+            Some((index, known)) => {
+                if known.links.up(lane.id) {
+                    return self.fabric.add_lane(index, lane);
+                }
+                "the peer gave it up before it was up here"
+            }
+            None => "its peer is gone",
+        };
+        let (lane, cause) = (lane.number, cause.to_owned());
+        self.to_control.push_back(ToControl::LaneDown { peer, lane, cause });
+    }
+
+    pub(super) fn lane_down(&mut self, now: Micros, down: DownLane) {
+        let DownLane { peer, id, number, cause, culprit, lost, tally } = down;
+        self.stats.lanes_lost += 1;
+        if let Some((tag, status)) = culprit
+            && let Some(kind) = status.blames_room()
+        {
+            let causes = vec![format!("a write of this room ended in {status:?}"), cause.clone()];
+            self.suspect(now, tag, Some(number), kind, causes);
+        }
+        let Some(known) = self.peers.get_mut(peer) else { return };
+        let incarnation = known.incarnation;
+        let answer = known.links.down(id, lost, tally);
+        if !known.gone {
+            self.peers.tell(peer, Message::LaneLost { lane: id });
+            if let Some(tally) = answer {
+                self.peers.tell(peer, Message::LaneTally { lane: id, tally: Some(tally) });
+            }
+        }
+        let report = ToControl::LaneDown { peer: incarnation, lane: number, cause };
+        self.to_control.push_back(report);
+        self.release_receivers_of(now, peer);
+        self.bury(peer);
+    }
+
+    /// The peer's end of a lane is down.
+    pub(super) fn told_lane_lost(&mut self, peer: PeerIndex, lane: LaneId) {
+        let Some(known) = self.peers.get_mut(peer) else { return };
+        match known.links.asked(lane) {
+            Asked::Close => self.fabric.close_lane(peer, lane, "the peer closed it"),
+            Asked::Answer(tally) => self.peers.tell(peer, Message::LaneTally { lane, tally }),
+        }
+    }
+
+    /// The peer says how far it counted on a lane that is down at both ends.
+    pub(super) fn told_lane_tally(
+        &mut self,
+        now: Micros,
+        peer: PeerIndex,
+        lane: LaneId,
+        tally: Option<&Tally>,
+    ) {
+        let Some(known) = self.peers.get_mut(peer) else { return };
+        let mut fates = Vec::new();
+        if !known.links.told(lane, tally, |posting, fate| fates.push((posting, fate))) {
+            self.stats.late_events += 1;
+            return;
+        }
+        let mut again: Vec<Posting> = Vec::new();
+        let mut over: Vec<Epoch> = Vec::new();
+        let mut replayed: Vec<RoomTag> = Vec::new();
+        for (posting, fate) in fates {
+            let tag = posting.tag;
+            match self.sending.rooms.get_exact(tag.slot, tag.generation) {
+                None => over.push(posting.frame.epoch),
+                Some(_) => match fate {
+                    Fate::Placed => {
+                        if !posting.again {
+                            self.event(now, Event::Sent { tag });
+                        }
+                        let landed = posting.landed();
+                        self.event(now, Event::Acked { tag, landed });
+                    }
+                    // The receiver's word about the room is on its way, or was here.
+                    Fate::Rejected => {}
+                    Fate::Again => {
+                        if !replayed.contains(&tag) {
+                            replayed.push(tag);
+                        }
+                        again.push(posting);
+                    }
+                    Fate::Unknown => {
+                        let cause = "a lane went down with writes of this room under way, and the \
+                                     peer does not know which of them it placed";
+                        let causes = vec![cause.to_owned()];
+                        self.suspect(now, tag, None, FailureKind::LaneLost, causes);
+                    }
+                },
+            }
+        }
+        for tag in replayed {
+            self.count_replay(now, tag);
+        }
+        for posting in again.into_iter().rev() {
+            self.replay(peer, posting);
+        }
+        over.dedup();
+        for epoch in over {
+            self.say_drained(peer, epoch);
+        }
+    }
+
+    /// A room has lost a lane once more. One that loses lane after lane is at its end.
+    fn count_replay(&mut self, now: Micros, tag: RoomTag) {
+        let Some(room) = self.sending.rooms.get_exact(tag.slot, tag.generation) else { return };
+        room.lanes_lost += 1;
+        if room.lanes_lost > REPLAYS_MAX {
+            let cause = format!("{REPLAYS_MAX} lanes went down with writes of this room under way");
+            self.suspect(now, tag, None, FailureKind::LaneLost, vec![cause]);
+        }
+    }
+
+    /// Posts a frame again that went down with a lane, if its room still stands.
+    pub(super) fn replay(&mut self, peer: PeerIndex, posting: Posting) {
+        let tag = posting.tag;
+        let Some(room) = self.sending.rooms.get_exact(tag.slot, tag.generation) else { return };
+        if !room.core.may_replay() || room.is_suspect() {
+            return;
+        }
+        room.replayed += 1;
+        self.stats.frames_replayed += 1;
+        self.post_first(peer, posting);
+    }
+
+    /// Posts a frame before all others of its peer.
+    pub(super) fn post_first(&mut self, peer: PeerIndex, posting: Posting) {
+        if let Some(known) = self.peers.get_mut(peer).filter(|known| !known.gone) {
+            known.returned.push_front(posting);
+            if !self.posting.contains(&peer) {
+                self.posting.push(peer);
+            }
+        }
+    }
+
+    /// Tells the receiver that nothing of a failed room is on its way any more, once that is so: its
+    /// sources are quiet, and of lanes that went down with its writes the receiver's end is closed.
+    pub(super) fn say_drained(&mut self, peer: PeerIndex, epoch: Epoch) {
+        let Some(known) = self.peers.get(peer) else { return };
+        if !self.sending.has_epoch(peer, epoch)
+            && !known.links.holds(|posting| posting.frame.epoch == epoch)
+        {
+            self.peers.tell(peer, Message::Drained { epoch });
+        }
+    }
+
+    /// What a peer may still write in the pages of a room that ends now.
+    pub(super) fn peer_writes(&self, peer: PeerIndex, done: bool) -> PeerWrites {
+        match self.peers.get(peer) {
+            Some(known) if !done && !self.fabric.is_guarded() && !known.links.none_stand() => {
+                PeerWrites::OnLanesBefore(known.links.next_serial())
+            }
+            _ => PeerWrites::Over,
+        }
+    }
+
+    /// Does what a room's release asks for; says whether its pages are quiet.
+    pub(super) fn react_release(&mut self, peer: PeerIndex, reaction: ReleaseReaction) -> bool {
+        if reaction == ReleaseReaction::Fence {
+            self.stats.fences += 1;
+            let cause = "fenced: the peer did not let go of the pages of a room that had ended";
+            self.fabric.close_peer(peer, cause);
+        }
+        reaction == ReleaseReaction::Quiet
+    }
+}
