@@ -6,6 +6,7 @@
     reason = "each test binary uses its own part of the harness"
 )]
 
+pub mod child;
 pub mod proxy;
 
 use std::net::SocketAddr;
@@ -58,6 +59,15 @@ impl Node {
         self.each_page(|layer, plane, page, region, offset, bytes| {
             let content = painted(layer, plane, page, salt, bytes);
             region.write_at(offset, &content).unwrap();
+        });
+    }
+
+    /// Fills whole pages with one byte.
+    pub fn fill(&self, pages: std::ops::Range<u32>, byte: u8) {
+        self.each_page(|_, _, page, region, offset, bytes| {
+            if pages.contains(&page) {
+                region.write_at(offset, &vec![byte; bytes]).unwrap();
+            }
         });
     }
 

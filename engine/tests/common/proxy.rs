@@ -17,7 +17,8 @@ pub enum Kind {
 
 #[derive(Default)]
 struct State {
-    stalled: AtomicBool,
+    /// By kind.
+    stalled: [AtomicBool; 2],
     refusing: AtomicBool,
     /// Both ends of every connection.
     connections: Mutex<Vec<(Kind, TcpStream, TcpStream)>>,
@@ -53,7 +54,7 @@ impl Proxy {
                 for (from, to) in [(&inbound, &outbound), (&outbound, &inbound)] {
                     let (from, to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
                     let shared = Arc::clone(&shared);
-                    std::thread::spawn(move || forward(from, to, &shared));
+                    std::thread::spawn(move || forward(from, to, kind, &shared));
                 }
                 shared.connections.lock().unwrap().push((kind, inbound, outbound));
             }
@@ -76,9 +77,36 @@ impl Proxy {
         });
     }
 
+    /// Cuts the oldest connection of a kind.
+    pub fn cut_one(&self, kind: Kind) {
+        let mut connections = self.state.connections.lock().unwrap();
+        if let Some(at) = connections.iter().position(|(of, _, _)| *of == kind) {
+            let (_, inbound, outbound) = connections.remove(at);
+            let _ = inbound.shutdown(Shutdown::Both);
+            let _ = outbound.shutdown(Shutdown::Both);
+        }
+    }
+
     /// From now on forwards nothing, and keeps every connection open.
     pub fn stall(&self) {
-        self.state.stalled.store(true, Ordering::SeqCst);
+        self.stall_only(Kind::Control);
+        self.stall_only(Kind::Lane);
+    }
+
+    /// From now on forwards nothing of a kind, and keeps its connections open.
+    pub fn stall_only(&self, kind: Kind) {
+        self.state.stalled[kind as usize].store(true, Ordering::SeqCst);
+    }
+
+    /// Forwards everything again, and first what was held back.
+    pub fn resume(&self) {
+        self.resume_only(Kind::Control);
+        self.resume_only(Kind::Lane);
+    }
+
+    /// As [`Proxy::resume`], of a kind.
+    pub fn resume_only(&self, kind: Kind) {
+        self.state.stalled[kind as usize].store(false, Ordering::SeqCst);
     }
 
     /// From now on closes new connections at once.
@@ -87,10 +115,10 @@ impl Proxy {
     }
 }
 
-fn forward(mut from: TcpStream, mut to: TcpStream, state: &State) {
+fn forward(mut from: TcpStream, mut to: TcpStream, kind: Kind, state: &State) {
     let mut buffer = vec![0; 64 << 10];
     while let Ok(bytes) = from.read(&mut buffer) {
-        while state.stalled.load(Ordering::SeqCst) {
+        while state.stalled[kind as usize].load(Ordering::SeqCst) {
             std::thread::sleep(std::time::Duration::from_millis(5));
         }
         if bytes == 0 || to.write_all(&buffer[..bytes]).is_err() {
