@@ -36,7 +36,7 @@ pub(crate) struct Links<T> {
     /// What was counted here, for a peer that asks. `None`: a lane that was asked about before it was
     /// up; it may not come up any more.
     tallies: VecDeque<(LaneId, Tally)>,
-    /// Whether a tally has been dropped.
+    /// Whether tallies have been dropped.
     forgot: bool,
 }
 
@@ -70,13 +70,14 @@ pub(crate) enum Fate {
 }
 
 impl<T> Links<T> {
-    pub(crate) const fn new() -> Self {
+    /// `knew`: this peer had lanes before that nothing is known of any more.
+    pub(crate) const fn new(knew: bool) -> Self {
         Self {
             standing: BTreeMap::new(),
             next_serial: 0,
             lost: BTreeMap::new(),
             tallies: VecDeque::new(),
-            forgot: false,
+            forgot: knew,
         }
     }
 
@@ -172,6 +173,11 @@ impl<T> Links<T> {
         true
     }
 
+    /// Every frame whose fate is not known.
+    pub(crate) fn lost_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        self.lost.values_mut().flatten().map(|(_, frame)| frame)
+    }
+
     /// Whether a frame of which this is true went down with a lane and its fate is not known.
     pub(crate) fn holds(&self, is: impl Fn(&T) -> bool) -> bool {
         self.lost.values().flatten().any(|(_, frame)| is(frame))
@@ -191,7 +197,7 @@ mod tests {
     }
 
     fn lost() -> Links<char> {
-        let mut links = Links::new();
+        let mut links = Links::new(false);
         assert!(links.up(LANE));
         let lost = vec![(7, 'a'), (8, 'b'), (9, 'c')];
         assert_eq!(links.down(LANE, lost, Tally::default()), None);
@@ -214,7 +220,7 @@ mod tests {
 
     #[test]
     fn an_answer_waits_until_the_lane_is_down_and_is_remembered() {
-        let mut links: Links<char> = Links::new();
+        let mut links: Links<char> = Links::new(false);
         links.up(LANE);
         assert_eq!(links.asked(LANE), Asked::Close);
         let tally = Tally { completed: 3, rejected: Vec::new() };
@@ -224,24 +230,26 @@ mod tests {
 
     #[test]
     fn a_lane_that_was_asked_about_before_it_came_up_never_does() {
-        let mut links: Links<char> = Links::new();
+        let mut links: Links<char> = Links::new(false);
         assert_eq!(links.asked(LANE), Asked::Answer(Some(Tally::default())));
         assert!(!links.up(LANE));
     }
 
     #[test]
     fn an_answer_that_was_dropped_is_never_made_up() {
-        let mut links: Links<char> = Links::new();
+        let mut links: Links<char> = Links::new(false);
         for lane in 0..=TALLIES as u64 {
             links.up(LaneId(100 + lane));
             links.down(LaneId(100 + lane), Vec::new(), Tally { completed: 1, rejected: vec![] });
         }
         assert_eq!(links.asked(LaneId(100)), Asked::Answer(None));
+        let mut returned: Links<char> = Links::new(true);
+        assert_eq!(returned.asked(LANE), Asked::Answer(None), "it had lanes before");
     }
 
     #[test]
     fn lanes_down_are_known_by_serial_number_whatever_order_they_go_in() {
-        let mut links: Links<char> = Links::new();
+        let mut links: Links<char> = Links::new(false);
         for lane in 1..=3 {
             links.up(LaneId(lane));
         }

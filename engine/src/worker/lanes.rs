@@ -2,12 +2,14 @@
 
 use super::Worker;
 use super::mail::ToControl;
+use super::peers::LostFrame;
 use super::sending::REPLAYS_MAX;
 use crate::fabric::{DownLane, Event, Fabric, NewLane, PeerIndex, Posting, RoomTag};
 use crate::failure::FailureKind;
 use crate::ids::{Epoch, Incarnation, LaneId, Micros};
 use crate::room::links::{Asked, Fate, Tally};
 use crate::room::release::{PeerWrites, ReleaseReaction};
+use crate::wire::frame::RejectReason;
 use crate::wire::message::Message;
 
 impl<F: Fabric> Worker<F> {
@@ -38,7 +40,8 @@ impl<F: Fabric> Worker<F> {
         }
         let Some(known) = self.peers.get_mut(peer) else { return };
         let incarnation = known.incarnation;
-        let answer = known.links.down(id, lost, tally);
+        let lost = lost.into_iter().map(|(seq, posting)| (seq, LostFrame::Standing(posting)));
+        let answer = known.links.down(id, lost.collect(), tally);
         if !known.gone {
             self.peers.tell(peer, Message::LaneLost { lane: id });
             if let Some(tally) = answer {
@@ -70,40 +73,45 @@ impl<F: Fabric> Worker<F> {
     ) {
         let Some(known) = self.peers.get_mut(peer) else { return };
         let mut fates = Vec::new();
-        if !known.links.told(lane, tally, |posting, fate| fates.push((posting, fate))) {
+        if !known.links.told(lane, tally, |frame, fate| fates.push((frame, fate))) {
             self.stats.late_events += 1;
             return;
         }
         let mut again: Vec<Posting> = Vec::new();
         let mut over: Vec<Epoch> = Vec::new();
         let mut replayed: Vec<RoomTag> = Vec::new();
-        for (posting, fate) in fates {
+        for (frame, fate) in fates {
+            let posting = match frame {
+                LostFrame::Standing(posting) => posting,
+                LostFrame::Over(epoch) => {
+                    if !over.contains(&epoch) {
+                        over.push(epoch);
+                    }
+                    continue;
+                }
+            };
             let tag = posting.tag;
-            match self.sending.rooms.get_exact(tag.slot, tag.generation) {
-                None => over.push(posting.frame.epoch),
-                Some(_) => match fate {
-                    Fate::Placed => {
-                        if !posting.again {
-                            self.event(now, Event::Sent { tag });
-                        }
-                        let landed = posting.landed();
-                        self.event(now, Event::Acked { tag, landed });
+            match fate {
+                Fate::Placed => {
+                    if !posting.again {
+                        self.event(now, Event::Sent { tag });
                     }
-                    // The receiver's word about the room is on its way, or was here.
-                    Fate::Rejected => {}
-                    Fate::Again => {
-                        if !replayed.contains(&tag) {
-                            replayed.push(tag);
-                        }
-                        again.push(posting);
+                    let landed = posting.landed();
+                    self.event(now, Event::Acked { tag, landed });
+                }
+                // The receiver's reason is on its way, or was here.
+                Fate::Rejected => self.rejected(now, tag, None, RejectReason::Revoked),
+                Fate::Again => {
+                    if !replayed.contains(&tag) {
+                        replayed.push(tag);
                     }
-                    Fate::Unknown => {
-                        let cause = "a lane went down with writes of this room under way, and the \
-                                     peer does not know which of them it placed";
-                        let causes = vec![cause.to_owned()];
-                        self.suspect(now, tag, None, FailureKind::LaneLost, causes);
-                    }
-                },
+                    again.push(posting);
+                }
+                Fate::Unknown => {
+                    let cause = "a lane went down with writes of this room under way, and the peer \
+                                 does not know which of them it placed";
+                    self.suspect(now, tag, None, FailureKind::LaneLost, vec![cause.to_owned()]);
+                }
             }
         }
         for tag in replayed {
@@ -112,7 +120,6 @@ impl<F: Fabric> Worker<F> {
         for posting in again.into_iter().rev() {
             self.replay(peer, posting);
         }
-        over.dedup();
         for epoch in over {
             self.say_drained(peer, epoch);
         }
@@ -155,7 +162,7 @@ impl<F: Fabric> Worker<F> {
     pub(super) fn say_drained(&mut self, peer: PeerIndex, epoch: Epoch) {
         let Some(known) = self.peers.get(peer) else { return };
         if !self.sending.has_epoch(peer, epoch)
-            && !known.links.holds(|posting| posting.frame.epoch == epoch)
+            && !known.links.holds(|frame| frame.epoch() == epoch)
         {
             self.peers.tell(peer, Message::Drained { epoch });
         }

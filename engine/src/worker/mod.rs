@@ -251,7 +251,7 @@ impl<F: Fabric> Worker<F> {
         let PeerUp { peer, addr, pairings, outbox } = up;
         let (index, known) = match self.peers.find(peer) {
             Some(index) => (index, true),
-            None => match self.peers.insert(Peer::new(peer, addr.to_string(), pairings.clone())) {
+            None => match self.peers.insert(peer, addr.to_string(), pairings.clone()) {
                 Some(index) => (index, false),
                 None => return self.expel(peer, "the worker's peer table is full"),
             },
@@ -372,7 +372,7 @@ impl<F: Fabric> Worker<F> {
                     self.step_sender(now, tag.slot, SenderEvent::Acked(landed), Vec::new());
                 }
             }
-            Event::Rejected { tag, lane, reason } => self.rejected(now, tag, lane, reason),
+            Event::Rejected { tag, lane, reason } => self.rejected(now, tag, Some(lane), reason),
             Event::LaneDown(down) => self.lane_down(now, *down),
             Event::Returned { peer, posting } => {
                 let tag = posting.tag;

@@ -7,7 +7,7 @@ use tokio::sync::mpsc;
 
 use super::slots::Slots;
 use crate::fabric::{PeerIndex, Posting};
-use crate::ids::{Incarnation, Micros};
+use crate::ids::{Epoch, Incarnation, Micros};
 use crate::memory::{PageMap, Pairing};
 use crate::room::links::Links;
 use crate::wire::message::Message;
@@ -15,6 +15,9 @@ use crate::wire::message::Message;
 /// Messages that may wait for a peer's session. A peer that makes us answer faster than it reads is
 /// given up at this point: an honest one has a few messages a room under way.
 const BACKLOG_MAX: usize = 1 << 17;
+
+/// Given-up peers remembered; past them, every new peer is taken for one that may have been known.
+const GIVEN_UP_MAX: usize = 1024;
 
 /// A peer, from its first session until it is given up and its lanes are down.
 #[derive(Debug)]
@@ -36,11 +39,29 @@ pub(super) struct Peer {
     /// Frames that a lane gave back unsent; they go first.
     pub(super) returned: VecDeque<Posting>,
     /// Its lanes, and what went down with those that are gone.
-    pub(super) links: Links<Posting>,
+    pub(super) links: Links<LostFrame>,
     /// This engine takes no more rooms of it.
     pub(super) draining: bool,
     /// Given up: no rooms, and removed once its lanes are down.
     pub(super) gone: bool,
+}
+
+/// A frame that went down with a lane.
+#[derive(Debug)]
+pub(super) enum LostFrame {
+    /// Of a room that stands or is not released.
+    Standing(Posting),
+    /// Of a room that is gone, of which only this is kept.
+    Over(Epoch),
+}
+
+impl LostFrame {
+    pub(super) const fn epoch(&self) -> Epoch {
+        match self {
+            Self::Standing(posting) => posting.frame.epoch,
+            Self::Over(epoch) => *epoch,
+        }
+    }
 }
 
 /// One of our pools against the peer's.
@@ -63,7 +84,8 @@ impl PeerPool {
 }
 
 impl Peer {
-    pub(super) fn new(incarnation: Incarnation, addr: String, pairings: Vec<Pairing>) -> Self {
+    /// `knew`: it was known before, and given up.
+    fn new(incarnation: Incarnation, addr: String, pairings: Vec<Pairing>, knew: bool) -> Self {
         Self {
             incarnation,
             addr,
@@ -74,7 +96,7 @@ impl Peer {
             session_since: Micros(0),
             ready: VecDeque::new(),
             returned: VecDeque::new(),
-            links: Links::new(),
+            links: Links::new(knew),
             draining: false,
             gone: false,
         }
@@ -131,17 +153,31 @@ pub(super) struct Peers {
     backlogged: Vec<PeerIndex>,
     /// Those whose backlog is over its bound.
     pub(super) deaf: Vec<Incarnation>,
+    /// The latest that were given up, and whether there were more.
+    given_up: (VecDeque<Incarnation>, bool),
 }
 
 impl Peers {
     pub(super) fn new(limit: usize) -> Self {
-        let (by_incarnation, backlogged, deaf) = (HashMap::new(), Vec::new(), Vec::new());
-        Self { table: Slots::new(limit), by_incarnation, backlogged, deaf }
+        Self {
+            table: Slots::new(limit),
+            by_incarnation: HashMap::new(),
+            backlogged: Vec::new(),
+            deaf: Vec::new(),
+            given_up: (VecDeque::new(), false),
+        }
     }
 
     /// Enters a new peer; `None` when the table is full.
-    pub(super) fn insert(&mut self, peer: Peer) -> Option<PeerIndex> {
-        let incarnation = peer.incarnation;
+    pub(super) fn insert(
+        &mut self,
+        incarnation: Incarnation,
+        addr: String,
+        pairings: Vec<Pairing>,
+    ) -> Option<PeerIndex> {
+        let (given_up, more) = &self.given_up;
+        let knew = *more || given_up.contains(&incarnation);
+        let peer = Peer::new(incarnation, addr, pairings, knew);
         let index = self.table.insert(peer).ok().map(|(index, _)| PeerIndex(index))?;
         self.by_incarnation.insert(incarnation, index);
         Some(index)
@@ -154,6 +190,12 @@ impl Peers {
             peer.returned.clear();
             peer.gone = true;
             self.by_incarnation.remove(&peer.incarnation);
+            let (given_up, more) = &mut self.given_up;
+            if given_up.len() == GIVEN_UP_MAX {
+                given_up.pop_front();
+                *more = true;
+            }
+            given_up.push_back(peer.incarnation);
         }
     }
 

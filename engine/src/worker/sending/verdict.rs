@@ -12,7 +12,7 @@ use crate::room::release::{PeerWrites, ReleaseEvent, ReleaseReaction};
 use crate::room::sender::{SenderEvent, SenderReaction};
 use crate::wire::frame::RejectReason;
 use crate::wire::message::Message;
-use crate::worker::peers::Peer;
+use crate::worker::peers::{LostFrame, Peer};
 use crate::worker::{Timer, Worker};
 
 /// How long a fault seen on a lane waits for the words of the control plane: a dead peer closes its
@@ -47,7 +47,7 @@ impl<F: Fabric> Worker<F> {
         &mut self,
         now: Micros,
         tag: RoomTag,
-        lane: u16,
+        lane: Option<u16>,
         reason: RejectReason,
     ) {
         let (kind, cause) = match reason {
@@ -58,7 +58,7 @@ impl<F: Fabric> Worker<F> {
                 (FailureKind::OutsideGrant, "the receiver refused a write: outside the grant")
             }
         };
-        self.suspect(now, tag, Some(lane), kind, vec![cause.to_owned()]);
+        self.suspect(now, tag, lane, kind, vec![cause.to_owned()]);
     }
 
     pub(in crate::worker) fn sender_tick(&mut self, now: Micros, slot: u32, generation: u32) {
@@ -332,6 +332,13 @@ impl<F: Fabric> Worker<F> {
             let key = (bound.peer, room.cell.room);
             if self.sending.by_room.get(&key) == Some(&tag.slot) {
                 self.sending.by_room.remove(&key);
+            }
+            // What went down with a lane is not sent again: let go of the pools it names.
+            if let Some(known) = self.peers.get_mut(bound.peer) {
+                let of_room = |frame: &&mut LostFrame| frame.epoch() == bound.epoch;
+                known.links.lost_mut().filter(of_room).for_each(|frame| {
+                    *frame = LostFrame::Over(bound.epoch);
+                });
             }
             if room.cell.verdict().is_some_and(Result::is_err) {
                 self.say_drained(bound.peer, bound.epoch);
