@@ -44,10 +44,14 @@ mod failure;
 pub mod fuzzing;
 mod ids;
 mod memory;
+mod mutations;
 mod observe;
 mod peers;
 mod plan;
 mod room;
+#[cfg(feature = "sim")]
+#[doc(hidden)]
+pub mod sim;
 mod wire;
 mod worker;
 

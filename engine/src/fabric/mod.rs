@@ -81,6 +81,7 @@ pub(crate) enum WorkStatus {
     /// Nothing was answered, again and again (`RETRY_EXC_ERR`).
     RetryExceeded,
     /// Something before it had failed (`WR_FLUSH_ERR`).
+    #[cfg_attr(feature = "sim", expect(dead_code, reason = "what is flushed is reported as lost"))]
     Flushed,
 }
 
@@ -125,7 +126,9 @@ pub(crate) enum Event {
     Returned { peer: PeerIndex, posting: Box<Posting> },
     /// A lane is closed. Everything else about it came before.
     LaneDown(Box<DownLane>),
-    /// After [`Fabric::retract`]: nothing will be read from the room's pages any more.
+    /// After [`Fabric::retract`]: nothing will be read from the room's pages any more. On a fabric that is
+    /// not guarded, also: no write of the room is on its way, but on lanes that are down here. That a
+    /// write has left says nothing of that.
     SourceQuiet { tag: RoomTag },
     /// After [`Fabric::revoke`]: nothing that this side has a hand in is placed in the room's pages any
     /// more. On a fabric that is not guarded, the peer may still write.
@@ -150,7 +153,9 @@ pub(crate) trait Fabric {
     /// write it can write until it says that it is done, or every lane to it is down.
     fn is_guarded(&self) -> bool;
 
-    /// Adopts a connected lane.
+    /// Adopts a connected lane. On a fabric that is not guarded, whoever sets lanes up tells the peer of one
+    /// over the session and after this, so that a peer that can write through it has heard of every
+    /// revocation before. A lane whose writes are never answered must go down by itself.
     fn add_lane(&mut self, peer: PeerIndex, lane: NewLane);
 
     /// Begins to close a lane; [`Event::LaneDown`] follows. Nothing is read from or placed in pages

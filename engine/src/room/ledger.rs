@@ -57,6 +57,11 @@ impl<T> Ledger<T> {
         self.entries.get_mut(index).map(|entry| &mut entry.what)
     }
 
+    /// Every frame that is not acknowledged yet.
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        self.entries.iter_mut().map(|entry| &mut entry.what)
+    }
+
     /// Marks a frame as not placed; it is not reported as acknowledged later. Once a frame.
     pub(crate) fn reject(&mut self, seq: u64) -> Result<&T, NeverPosted> {
         let last = self.last();

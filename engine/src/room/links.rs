@@ -10,6 +10,7 @@ use std::collections::{BTreeMap, VecDeque};
 use serde::{Deserialize, Serialize};
 
 use crate::ids::LaneId;
+use crate::mutations::{self, Mutation};
 
 /// Answers kept, a peer: many more than the lanes that can go down while one question is under way.
 const TALLIES: usize = 1024;
@@ -83,7 +84,8 @@ impl<T> Links<T> {
 
     /// A lane comes up. Says whether it may: not if the peer was told that nothing came on it.
     pub(crate) fn up(&mut self, lane: LaneId) -> bool {
-        if self.tallies.iter().any(|(known, _)| *known == lane) {
+        let told = self.tallies.iter().any(|(known, _)| *known == lane);
+        if told && !mutations::is(Mutation::LaneUpAfterTally) {
             return false;
         }
         let serial = self.next_serial;
@@ -104,7 +106,8 @@ impl<T> Links<T> {
     /// Lanes below this serial number are down.
     pub(crate) fn down_before(&self) -> u64 {
         let serials = self.standing.values().map(|lane| lane.serial);
-        serials.min().unwrap_or(self.next_serial)
+        let first = if mutations::is(Mutation::DownTooSoon) { serials.max() } else { serials.min() };
+        first.unwrap_or(self.next_serial)
     }
 
     /// A lane is down and quiet here, with these frames sent and unanswered. Gives the answer that the
@@ -165,6 +168,9 @@ impl<T> Links<T> {
             let became = match tally {
                 None => Fate::Unknown,
                 Some(tally) if tally.rejected.contains(&seq) => Fate::Rejected,
+                Some(tally) if mutations::is(Mutation::TallyOffByOne) && seq == tally.completed => {
+                    Fate::Again
+                }
                 Some(tally) if seq <= tally.completed => Fate::Placed,
                 Some(_) => Fate::Again,
             };
@@ -176,6 +182,12 @@ impl<T> Links<T> {
     /// Every frame whose fate is not known.
     pub(crate) fn lost_mut(&mut self) -> impl Iterator<Item = &mut T> {
         self.lost.values_mut().flatten().map(|(_, frame)| frame)
+    }
+
+    /// Frames whose fate is not known.
+    #[cfg(feature = "sim")]
+    pub(crate) fn lost_frames(&self) -> usize {
+        self.lost.values().map(Vec::len).sum()
     }
 
     /// Whether a frame of which this is true went down with a lane and its fate is not known.

@@ -9,6 +9,8 @@
 pub(crate) mod cell;
 pub(crate) mod ledger;
 pub(crate) mod links;
+#[cfg(test)]
+mod model;
 pub(crate) mod receiver;
 pub(crate) mod release;
 pub(crate) mod sender;

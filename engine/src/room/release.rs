@@ -11,6 +11,7 @@
 //! the peer has a limit; then this side closes the lanes alone.
 
 use crate::ids::Micros;
+use crate::mutations::{self, Mutation};
 
 /// See the module.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -82,7 +83,9 @@ impl Release {
                     *peer = PeerWrites::Over;
                 }
             }
-            (Phase::Waiting { fence_at, .. }, Event::Tick) if now >= *fence_at => {
+            (Phase::Waiting { fence_at, .. }, Event::Tick)
+                if now >= *fence_at && !mutations::is(Mutation::NeverFence) =>
+            {
                 // Once: lanes that come up later carry nothing of this room.
                 *fence_at = Micros(u64::MAX);
                 return ReleaseReaction::Fence;

@@ -7,6 +7,7 @@ use super::sending::REPLAYS_MAX;
 use crate::fabric::{DownLane, Event, Fabric, NewLane, PeerIndex, Posting, RoomTag};
 use crate::failure::FailureKind;
 use crate::ids::{Epoch, Incarnation, LaneId, Micros};
+use crate::mutations::{self, Mutation};
 use crate::room::links::{Asked, Fate, Tally};
 use crate::room::release::{PeerWrites, ReleaseReaction};
 use crate::wire::frame::RejectReason;
@@ -36,11 +37,22 @@ impl<F: Fabric> Worker<F> {
             && let Some(kind) = status.blames_room()
         {
             let causes = vec![format!("a write of this room ended in {status:?}"), cause.clone()];
+            if mutations::is(Mutation::BlameAll) {
+                for (_, posting) in &lost {
+                    self.suspect(now, posting.tag, Some(number), kind, causes.clone());
+                }
+            }
             self.suspect(now, tag, Some(number), kind, causes);
         }
         let Some(known) = self.peers.get_mut(peer) else { return };
         let incarnation = known.incarnation;
-        let lost = lost.into_iter().map(|(seq, posting)| (seq, LostFrame::Standing(posting)));
+        let rooms = &mut self.sending.rooms;
+        let lost = lost.into_iter().map(|(seq, posting)| {
+            let stands = rooms.get_exact(posting.tag.slot, posting.tag.generation).is_some()
+                || mutations::is(Mutation::ReplayEnded);
+            let over = LostFrame::Over(posting.frame.epoch);
+            (seq, if stands { LostFrame::Standing(posting) } else { over })
+        });
         let answer = known.links.down(id, lost.collect(), tally);
         if !known.gone {
             self.peers.tell(peer, Message::LaneLost { lane: id });
@@ -50,6 +62,9 @@ impl<F: Fabric> Worker<F> {
         }
         let report = ToControl::LaneDown { peer: incarnation, lane: number, cause };
         self.to_control.push_back(report);
+        if mutations::is(Mutation::ReplayBeforeTally) {
+            self.told_lane_tally(now, peer, id, Some(&Tally::default()));
+        }
         self.release_receivers_of(now, peer);
         self.bury(peer);
     }
@@ -58,7 +73,13 @@ impl<F: Fabric> Worker<F> {
     pub(super) fn told_lane_lost(&mut self, peer: PeerIndex, lane: LaneId) {
         let Some(known) = self.peers.get_mut(peer) else { return };
         match known.links.asked(lane) {
-            Asked::Close => self.fabric.close_lane(peer, lane, "the peer closed it"),
+            Asked::Close => {
+                self.fabric.close_lane(peer, lane, "the peer closed it");
+                if mutations::is(Mutation::TallyBeforeDown) {
+                    let tally = Some(Tally::default());
+                    self.peers.tell(peer, Message::LaneTally { lane, tally });
+                }
+            }
             Asked::Answer(tally) => self.peers.tell(peer, Message::LaneTally { lane, tally }),
         }
     }
@@ -138,6 +159,9 @@ impl<F: Fabric> Worker<F> {
     /// Posts a frame again that went down with a lane, if its room still stands.
     pub(super) fn replay(&mut self, peer: PeerIndex, posting: Posting) {
         let tag = posting.tag;
+        if mutations::is(Mutation::ReplayEnded) {
+            return self.post_first(peer, posting);
+        }
         let Some(room) = self.sending.rooms.get_exact(tag.slot, tag.generation) else { return };
         if !room.core.may_replay() || room.is_suspect() {
             return;
@@ -158,11 +182,14 @@ impl<F: Fabric> Worker<F> {
     }
 
     /// Tells the receiver that nothing of a failed room is on its way any more, once that is so: its
-    /// sources are quiet, and of lanes that went down with its writes the receiver's end is closed.
+    /// sources are quiet, and of lanes that went down with its writes the receiver's end is closed. Of
+    /// epochs from before a peer was given up nobody can tell; the receiver closes its lanes for them.
     pub(super) fn say_drained(&mut self, peer: PeerIndex, epoch: Epoch) {
         let Some(known) = self.peers.get(peer) else { return };
-        if !self.sending.has_epoch(peer, epoch)
-            && !known.links.holds(|frame| frame.epoch() == epoch)
+        if known.forgotten.is_none_or(|forgotten| epoch > forgotten)
+            && !self.sending.has_epoch(peer, epoch)
+            && (!known.links.holds(|frame| frame.epoch() == epoch)
+                || mutations::is(Mutation::DrainedUnaccounted))
         {
             self.peers.tell(peer, Message::Drained { epoch });
         }
@@ -170,6 +197,9 @@ impl<F: Fabric> Worker<F> {
 
     /// What a peer may still write in the pages of a room that ends now.
     pub(super) fn peer_writes(&self, peer: PeerIndex, done: bool) -> PeerWrites {
+        if mutations::is(Mutation::ReleaseUndrained) {
+            return PeerWrites::Over;
+        }
         match self.peers.get(peer) {
             Some(known) if !done && !self.fabric.is_guarded() && !known.links.none_stand() => {
                 PeerWrites::OnLanesBefore(known.links.next_serial())

@@ -4,6 +4,8 @@
 //! place, step the rooms, post what fits, send what is to be said. Time is handed in, so that a turn
 //! can be driven by a clock or by a simulation.
 
+#[cfg(feature = "sim")]
+pub(crate) mod census;
 mod lanes;
 pub(crate) mod mail;
 mod peers;
@@ -39,9 +41,11 @@ use crate::fabric::{Event, Fabric, PeerIndex};
 use crate::failure::{Failure, FailureKind};
 use crate::ids::{Epoch, Incarnation, Micros, Role};
 use crate::memory::{PageMap, PoolId};
+use crate::mutations::{self, Mutation};
 use crate::room::cell::{NO_SLOT, RoomCell};
 use crate::room::receiver::ReceiverEvent;
 use crate::room::sender::SenderEvent;
+use crate::wire::frame::FRAME_BYTES;
 use crate::wire::message::Message;
 
 /// Submissions taken in one turn: enough to empty a burst, few enough that lanes are looked at every
@@ -87,6 +91,8 @@ pub(crate) struct Worker<F: Fabric> {
     draining: bool,
     stopping: bool,
     limits: Limits,
+    /// Largest payload of a frame that is more than one page write.
+    frame_bytes: u64,
     stats: Stats,
     shared_stats: Arc<SharedStats>,
 }
@@ -130,6 +136,7 @@ impl<F: Fabric> Worker<F> {
             idle_waiters: Vec::new(),
             draining: false,
             stopping: false,
+            frame_bytes: FRAME_BYTES,
             stats: Stats::default(),
             shared_stats,
         }
@@ -249,7 +256,8 @@ impl<F: Fabric> Worker<F> {
 
     fn peer_up(&mut self, now: Micros, up: PeerUp) {
         let PeerUp { peer, addr, pairings, outbox } = up;
-        let (index, known) = match self.peers.find(peer) {
+        let known = self.peers.find(peer).or_else(|| self.peers.revive(peer));
+        let (index, known) = match known {
             Some(index) => (index, true),
             None => match self.peers.insert(peer, addr.to_string(), pairings.clone()) {
                 Some(index) => (index, false),
@@ -266,7 +274,9 @@ impl<F: Fabric> Worker<F> {
         // up and comes back, having been stopped, hears what became of its rooms.
         let told: Vec<Message> = self.verdicts.of(peer).cloned().collect();
         for message in told {
-            self.peers.tell(index, message);
+            if !mutations::is(Mutation::VerdictsNotRepeated) {
+                self.peers.tell(index, message);
+            }
         }
         if known {
             self.resume_senders(index);
@@ -274,7 +284,9 @@ impl<F: Fabric> Worker<F> {
             let questions: Vec<_> =
                 self.peers.get(index).into_iter().flat_map(|peer| peer.links.questions()).collect();
             for lane in questions {
-                self.peers.tell(index, Message::LaneLost { lane });
+                if !mutations::is(Mutation::TalliesNotAskedAgain) {
+                    self.peers.tell(index, Message::LaneLost { lane });
+                }
             }
         }
         self.peers.tell(index, Message::Sync);

@@ -16,8 +16,9 @@ use crate::wire::message::Message;
 /// given up at this point: an honest one has a few messages a room under way.
 const BACKLOG_MAX: usize = 1 << 17;
 
-/// Given-up peers remembered; past them, every new peer is taken for one that may have been known.
-const GIVEN_UP_MAX: usize = 1024;
+/// Given-up peers remembered, two megabytes of them; past that, every new peer is taken for one that may
+/// have been known.
+const GIVEN_UP_MAX: usize = 1 << 16;
 
 /// A peer, from its first session until it is given up and its lanes are down.
 #[derive(Debug)]
@@ -40,6 +41,11 @@ pub(super) struct Peer {
     pub(super) returned: VecDeque<Posting>,
     /// Its lanes, and what went down with those that are gone.
     pub(super) links: Links<LostFrame>,
+    /// Of epochs up to this, granted to this engine, it is not known what lanes may still carry: they are
+    /// from before the peer was given up.
+    pub(super) forgotten: Option<Epoch>,
+    /// The latest epoch granted to this engine.
+    pub(super) latest: Epoch,
     /// This engine takes no more rooms of it.
     pub(super) draining: bool,
     /// Given up: no rooms, and removed once its lanes are down.
@@ -84,8 +90,13 @@ impl PeerPool {
 }
 
 impl Peer {
-    /// `knew`: it was known before, and given up.
-    fn new(incarnation: Incarnation, addr: String, pairings: Vec<Pairing>, knew: bool) -> Self {
+    /// `before`: it was known before and given up, when this was its latest epoch.
+    fn new(
+        incarnation: Incarnation,
+        addr: String,
+        pairings: Vec<Pairing>,
+        before: Option<Epoch>,
+    ) -> Self {
         Self {
             incarnation,
             addr,
@@ -96,7 +107,9 @@ impl Peer {
             session_since: Micros(0),
             ready: VecDeque::new(),
             returned: VecDeque::new(),
-            links: Links::new(knew),
+            links: Links::new(before.is_some()),
+            forgotten: before,
+            latest: before.unwrap_or(Epoch(0)),
             draining: false,
             gone: false,
         }
@@ -153,8 +166,10 @@ pub(super) struct Peers {
     backlogged: Vec<PeerIndex>,
     /// Those whose backlog is over its bound.
     pub(super) deaf: Vec<Incarnation>,
-    /// The latest that were given up, and whether there were more.
-    given_up: (VecDeque<Incarnation>, bool),
+    /// Those that were given up, with their latest epoch.
+    given_up: HashMap<Incarnation, Epoch>,
+    /// There were more of them.
+    forgot_some: bool,
 }
 
 impl Peers {
@@ -164,7 +179,8 @@ impl Peers {
             by_incarnation: HashMap::new(),
             backlogged: Vec::new(),
             deaf: Vec::new(),
-            given_up: (VecDeque::new(), false),
+            given_up: HashMap::new(),
+            forgot_some: false,
         }
     }
 
@@ -175,12 +191,25 @@ impl Peers {
         addr: String,
         pairings: Vec<Pairing>,
     ) -> Option<PeerIndex> {
-        let (given_up, more) = &self.given_up;
-        let knew = *more || given_up.contains(&incarnation);
-        let peer = Peer::new(incarnation, addr, pairings, knew);
+        let before = match self.given_up.get(&incarnation) {
+            None if self.forgot_some => Some(Epoch(u64::MAX)),
+            before => before.copied(),
+        };
+        let peer = Peer::new(incarnation, addr, pairings, before);
         let index = self.table.insert(peer).ok().map(|(index, _)| PeerIndex(index))?;
         self.by_incarnation.insert(incarnation, index);
         Some(index)
+    }
+
+    /// A peer that was given up is back before its lanes were down or its rooms released: what is known
+    /// of them still holds.
+    pub(super) fn revive(&mut self, incarnation: Incarnation) -> Option<PeerIndex> {
+        let (index, _) = self.table.iter().find(|(_, peer)| peer.incarnation == incarnation)?;
+        let peer = self.table.get_mut(index).filter(|peer| peer.gone)?;
+        peer.gone = false;
+        peer.draining = false;
+        self.by_incarnation.insert(incarnation, PeerIndex(index));
+        Some(PeerIndex(index))
     }
 
     /// A peer is given up: it is not found any more, but keeps its place.
@@ -190,12 +219,11 @@ impl Peers {
             peer.returned.clear();
             peer.gone = true;
             self.by_incarnation.remove(&peer.incarnation);
-            let (given_up, more) = &mut self.given_up;
-            if given_up.len() == GIVEN_UP_MAX {
-                given_up.pop_front();
-                *more = true;
+            if self.given_up.len() < GIVEN_UP_MAX {
+                self.given_up.insert(peer.incarnation, peer.latest);
+            } else {
+                self.forgot_some = true;
             }
-            given_up.push_back(peer.incarnation);
         }
     }
 

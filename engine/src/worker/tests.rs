@@ -25,6 +25,9 @@ struct Still {
     busy: bool,
     waiting: Vec<Event>,
     unguarded: bool,
+    /// No lane takes a frame.
+    full: bool,
+    posted_to: Vec<PeerIndex>,
     /// Why lanes were to be closed.
     closed: Vec<String>,
     /// What a lane that is lost next has counted.
@@ -55,10 +58,11 @@ impl Fabric for Still {
     }
 
     fn has_room(&self, _: PeerIndex) -> bool {
-        true
+        !self.full
     }
 
-    fn post(&mut self, _: PeerIndex, posting: Posting) {
+    fn post(&mut self, peer: PeerIndex, posting: Posting) {
+        self.posted_to.push(peer);
         self.posted.push(posting);
     }
 
@@ -137,15 +141,15 @@ impl Bench {
     }
 
     fn peer_up(&mut self, theirs: std::ops::Range<u32>) {
+        self.heard = Some(self.up(PEER, theirs));
+    }
+
+    fn up(&mut self, peer: Incarnation, theirs: std::ops::Range<u32>) -> Inbox<Message> {
         let (outbox, heard) = mpsc::channel(64);
-        self.heard = Some(heard);
         let addr = "127.0.0.1:1".parse().unwrap();
-        self.mail(ToWorker::PeerUp(PeerUp {
-            peer: PEER,
-            addr,
-            pairings: pairings(theirs),
-            outbox,
-        }));
+        let pairings = pairings(theirs);
+        self.mail(ToWorker::PeerUp(PeerUp { peer, addr, pairings, outbox }));
+        heard
     }
 
     fn mail(&mut self, mail: ToWorker) {
@@ -235,7 +239,8 @@ impl Bench {
         let posted = std::mem::take(&mut self.worker.fabric.posted);
         let lost = (1..).zip(posted).collect();
         let tally = self.worker.fabric.tally.clone();
-        let peer = self.worker.peers.find(PEER).unwrap();
+        // Its place, also when it has been given up.
+        let peer = PeerIndex(0);
         let down = DownLane { peer, id, number, cause, culprit, lost, tally };
         self.worker.fabric.say.push(Event::LaneDown(Box::new(down)));
         self.turn();
@@ -269,6 +274,63 @@ fn kind(cell: &RoomCell) -> Option<FailureKind> {
 
 fn is_failed(message: &Message, of: u64, what: FailureKind) -> bool {
     matches!(message, Message::Failed { epoch, failure, .. } if epoch.0 == of && failure.kind == what)
+}
+
+#[test]
+fn of_epochs_from_before_a_peer_was_given_up_nothing_is_said_to_be_drained() {
+    let mut bench = Bench::new();
+    bench.peer_up(0..4);
+    bench.lane_up(1);
+    let _cell = bench.open(1);
+    bench.hear_grant(1, 5);
+    bench.gone(FailureKind::PeerSilent);
+    bench.lose_lane(1, None);
+    // It comes back, and has not heard yet. What it was sent may still be on its way.
+    bench.peer_up(0..4);
+    bench.hear_grant(1, 5);
+    let said = bench.said();
+    assert!(said.iter().any(|message| is_failed(message, 5, FailureKind::PeerSilent)));
+    assert!(!said.contains(&Message::Drained { epoch: Epoch(5) }), "{said:?}");
+    bench.submit(Submission::Drain { peer: Some(PEER) });
+    bench.hear_grant(2, 6);
+    assert!(bench.said().contains(&Message::Drained { epoch: Epoch(6) }), "of a new one it is");
+}
+
+#[test]
+fn a_peer_that_comes_back_while_its_old_lanes_close_can_write_until_they_are_down() {
+    let mut bench = Bench::new();
+    bench.worker.fabric.unguarded = true;
+    bench.peer_up(0..4);
+    bench.lane_up(1);
+    bench.gone(FailureKind::PeerSilent);
+    bench.peer_up(0..4);
+    let cell = bench.grant(1, 1);
+    let (given_up, cause) = (Arc::clone(&cell), "a test".to_owned());
+    bench.submit(Submission::Abort { cell: given_up, kind: FailureKind::Aborted, cause });
+    assert!(!cell.is_released(), "the old lane stands");
+    bench.lose_lane(1, None);
+    assert!(cell.is_released());
+}
+
+#[test]
+fn a_room_that_takes_the_place_of_one_that_waited_to_post_posts_to_its_own_peer() {
+    let mut bench = Bench::new();
+    bench.peer_up(0..4);
+    let other = Incarnation(8);
+    let _heard = bench.up(other, 0..4);
+    bench.worker.fabric.full = true;
+    let first = bench.open(1);
+    bench.hear_grant(1, 1);
+    bench.write(&first);
+    let cause = "a test".to_owned();
+    bench.submit(Submission::Abort { cell: first, kind: FailureKind::Aborted, cause });
+    let second = bench.open(2);
+    bench.mail(ToWorker::Message { peer: other, message: Message::Grant(grant(2, 1)) });
+    bench.write(&second);
+    bench.worker.fabric.full = false;
+    bench.turn();
+    let theirs = bench.worker.peers.find(other).unwrap();
+    assert_eq!(bench.worker.fabric.posted_to, [theirs]);
 }
 
 #[test]

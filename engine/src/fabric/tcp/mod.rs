@@ -251,10 +251,7 @@ fn receive(
             }
             Arrived::Answer(Frame::Ack { seq }) => lane
                 .transmit
-                .acknowledge(seq, |posting| {
-                    let (tag, landed) = (posting.tag, posting.landed());
-                    events.push(Event::Acked { tag, landed });
-                })
+                .acknowledge(seq, |tag, landed| events.push(Event::Acked { tag, landed }))
                 .map_err(|error| error.to_string())?,
             Arrived::Answer(Frame::Reject { seq, reason, .. }) => {
                 let tag = lane.transmit.reject(seq).map_err(|error| error.to_string())?;

@@ -370,6 +370,23 @@ each_driver! {
         assert!(!link.tx.has_room(PEER));
     }
 
+    fn a_room_that_was_given_up_keeps_nothing_of_its_pool(link) {
+        let from = pool(4096);
+        for _ in 0..4 {
+            link.post(3, &from, &[0]);
+        }
+        link.poll_tx();
+        link.poll_tx();
+        link.tx.retract(PEER, tag(3));
+        let deadline = Instant::now() + PATIENCE;
+        while Arc::strong_count(&from.map) > 1 {
+            link.poll_tx();
+            // What the kernel holds is let go when the peer takes it.
+            link.poll_rx();
+            assert!(Instant::now() < deadline, "its pool is kept");
+        }
+    }
+
     fn dropping_a_fabric_waits_until_the_kernel_holds_none_of_its_pages(link) {
         let from = pool(16 << 20);
         link.post(3, &from, &[0]);

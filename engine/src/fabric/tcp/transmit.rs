@@ -8,6 +8,7 @@ use super::driver::{Direction, HEADERS_PER_LANE, OpMemoryBox};
 use super::filler::FILLER_BYTES;
 use super::strips::{Queued, StripQueue};
 use crate::fabric::{Posting, RoomTag};
+use crate::failure::Landed;
 use crate::plan::Runs;
 use crate::room::ledger::{Ledger, NeverPosted};
 use crate::room::links::REJECTED_MAX;
@@ -37,8 +38,11 @@ const _: () = assert!(WINDOW_FRAMES <= REJECTED_MAX);
 /// A frame that was begun.
 #[derive(Debug)]
 struct Begun {
-    /// With all its runs: it may have to be sent again.
-    posting: Posting,
+    tag: RoomTag,
+    landed: Landed,
+    /// With all its runs, as long as it may have to be sent again. A room that was given up keeps nothing
+    /// of its pools here.
+    posting: Option<Posting>,
     /// It has left whole.
     left: bool,
 }
@@ -171,20 +175,20 @@ impl Transmit {
     pub(super) fn acknowledge(
         &mut self,
         seq: u64,
-        mut placed: impl FnMut(&Posting),
+        mut placed: impl FnMut(RoomTag, Landed),
     ) -> Result<(), NeverPosted> {
         let unacked = &mut self.unacked_bytes;
         self.ledger.acknowledge(seq, |begun| {
-            *unacked -= begun.posting.landed().bytes;
-            placed(&begun.posting);
+            *unacked -= begun.landed.bytes;
+            placed(begun.tag, begun.landed);
         })
     }
 
     /// The peer has not placed a frame. Tells whose it was.
     pub(super) fn reject(&mut self, seq: u64) -> Result<RoomTag, NeverPosted> {
         let begun = self.ledger.reject(seq)?;
-        self.unacked_bytes -= begun.posting.landed().bytes;
-        Ok(begun.posting.tag)
+        self.unacked_bytes -= begun.landed.bytes;
+        Ok(begun.tag)
     }
 
     pub(super) fn post(&mut self, posting: Posting) {
@@ -294,7 +298,8 @@ impl Transmit {
                         let (tag, again, mut frame) = (posting.tag, posting.again, posting.frame);
                         self.unacked_bytes += u64::from(frame.payload_bytes);
                         self.filling = Some(Filling::Pages { tag, runs: posting.runs.clone() });
-                        frame.seq = self.ledger.post(Begun { posting, left: false });
+                        let (landed, posting) = (posting.landed(), Some(posting));
+                        frame.seq = self.ledger.post(Begun { tag, landed, posting, left: false });
                         self.push_header(Frame::Data(frame), Some((tag, again)));
                     } else {
                         return;
@@ -389,6 +394,9 @@ impl Transmit {
             }
             posting.tag != tag
         });
+        for begun in self.ledger.iter_mut().filter(|begun| begun.tag == tag) {
+            begun.posting = None;
+        }
         // The receiver may have been told to count it, so filler would pass for its bytes.
         let of_room = |leaving: &Leaving| {
             leaving.again && leaving.data.is_some_and(|(owner, _)| owner == tag)
@@ -434,14 +442,15 @@ impl Transmit {
         !self.zero_copy_sends.is_empty()
     }
 
-    /// The lane is gone: the frames that were begun and not answered, by number, and those not begun.
+    /// The lane is gone: the frames that were begun and not answered, by number, and those not begun. Of
+    /// rooms that were given up there are none: what is on its way of them is refused.
     pub(super) fn abandon(&mut self) -> (Vec<(u64, Posting)>, Vec<Posting>) {
         self.strips.clear();
         self.filling = None;
-        let lost = self.ledger.drain().map(|(seq, begun)| {
-            let mut posting = begun.posting;
+        let lost = self.ledger.drain().filter_map(|(seq, begun)| {
+            let mut posting = begun.posting?;
             posting.again |= begun.left;
-            (seq, posting)
+            Some((seq, posting))
         });
         (lost.collect(), self.waiting.drain(..).collect())
     }

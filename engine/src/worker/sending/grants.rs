@@ -81,8 +81,9 @@ impl<F: Fabric> Worker<F> {
 
     /// A grant came from a peer.
     pub(in crate::worker) fn granted(&mut self, now: Micros, peer: PeerIndex, grant: Grant) {
-        let Some(known) = self.peers.get(peer) else { return };
+        let Some(known) = self.peers.get_mut(peer) else { return };
         let (incarnation, session) = (known.incarnation, known.session);
+        known.latest = known.latest.max(grant.epoch);
         if let Some(&slot) = self.sending.by_epoch.get(&(peer, grant.epoch)) {
             if let Some(bound) =
                 self.sending.rooms.get_mut(slot).and_then(|room| room.bound.as_mut())

@@ -21,7 +21,7 @@ use crate::plan::{Pieces, Runs, Strips};
 use crate::room::cell::RoomCell;
 use crate::room::release::Release;
 use crate::room::sender::{Sender, SenderEvent, SenderReaction};
-use crate::wire::frame::{DataFrame, FRAME_BYTES};
+use crate::wire::frame::DataFrame;
 use crate::wire::message::{Checksum, Extent, GRANT_PAGES_MAX, Grant};
 
 /// Pages of all grants that wait for rooms to be opened: sixteen grants of the largest size, 64 MiB of
@@ -190,9 +190,17 @@ impl Sending {
         self.by_epoch.contains_key(&(peer, epoch))
     }
 
+    /// Entries of the tables: rooms that wait for a grant, grants that wait for a room, and the two ways
+    /// to find a room.
+    #[cfg(feature = "sim")]
+    pub(in crate::worker) fn entries(&self) -> [usize; 4] {
+        [self.waiting.len(), self.grants.len(), self.by_epoch.len(), self.by_room.len()]
+    }
+
     /// Takes every waiting grant, of a peer or of all.
     fn take_all_grants(&mut self, peer: Option<PeerIndex>) -> Vec<WaitingGrant> {
-        let rooms: Vec<RoomId> = self.grants.keys().copied().collect();
+        let mut rooms: Vec<RoomId> = self.grants.keys().copied().collect();
+        rooms.sort_unstable();
         let of_peer = |waiting: &WaitingGrant| peer.is_none_or(|peer| waiting.peer == peer);
         rooms.into_iter().flat_map(|room| self.take_grants(room, of_peer)).collect()
     }
@@ -318,7 +326,7 @@ impl<F: Fabric> Worker<F> {
         let (layers, count) = (chunk.layers.end - chunk.layers.start, chunk.src.len() as u32);
         let total = layers * pairing.planes * count;
         let piece_bytes = pairing.piece_bytes();
-        let fit = u32::try_from(FRAME_BYTES / piece_bytes).unwrap_or(u32::MAX).max(1);
+        let fit = u32::try_from(self.frame_bytes / piece_bytes).unwrap_or(u32::MAX).max(1);
         let first = room.next_piece;
         let pieces = fit.min(total - first);
         let range = |layer| Pieces { layer, planes: pairing.planes, count, first, len: pieces };

@@ -7,6 +7,7 @@ use super::WaitingGrant;
 use crate::fabric::{Fabric, PeerIndex, RoomTag};
 use crate::failure::{Failure, FailureKind, Landed};
 use crate::ids::{Epoch, Micros, Role, RoomId};
+use crate::mutations::{self, Mutation};
 use crate::room::cell::NO_SLOT;
 use crate::room::release::{PeerWrites, ReleaseEvent, ReleaseReaction};
 use crate::room::sender::{SenderEvent, SenderReaction};
@@ -100,11 +101,16 @@ impl<F: Fabric> Worker<F> {
         (room, epoch): (RoomId, Epoch),
         told: Result<(), Failure>,
     ) {
-        let Some(&slot) = self.sending.by_epoch.get(&(peer, epoch)) else {
+        let of_epoch = self.sending.by_epoch.get(&(peer, epoch));
+        let of_room = self.sending.by_room.get(&(peer, room));
+        let of_room = of_room.filter(|_| mutations::is(Mutation::OldVerdictTaken));
+        let Some(&slot) = of_epoch.or(of_room) else {
             // A grant that was never matched is withdrawn; anything else is late.
             let of_epoch =
                 |waiting: &WaitingGrant| waiting.peer == peer && waiting.grant.epoch == epoch;
-            if self.sending.take_grants(room, of_epoch).is_empty() {
+            if mutations::is(Mutation::GrantNotWithdrawn)
+                || self.sending.take_grants(room, of_epoch).is_empty()
+            {
                 self.stats.late_events += 1;
             }
             if told.is_err() {
@@ -298,14 +304,20 @@ impl<F: Fabric> Worker<F> {
         let fence_at = now.after_ms(self.limits.fence_after_ms);
         if let Some(room) = self.sending.rooms.get_mut(slot) {
             room.release.on(now, ReleaseEvent::Ended { peer: PeerWrites::Over, fence_at });
+            room.ready = false;
         }
         match peer {
             Some(peer) => {
                 if let Some(known) = self.peers.get_mut(peer) {
                     known.returned.retain(|posting| posting.tag != tag);
+                    // Its slot will be another room's, of another peer perhaps.
+                    known.ready.retain(|&other| other != slot);
                 }
                 self.timers.set(fence_at, Timer::SendFence { slot, generation });
                 self.fabric.retract(peer, tag);
+                if mutations::is(Mutation::ReleaseSourceEarly) {
+                    self.source_quiet(now, tag);
+                }
             }
             // Never granted, so nothing of it was ever given to a lane.
             None => self.source_quiet(now, tag),
@@ -335,7 +347,9 @@ impl<F: Fabric> Worker<F> {
             }
             // What went down with a lane is not sent again: let go of the pools it names.
             if let Some(known) = self.peers.get_mut(bound.peer) {
-                let of_room = |frame: &&mut LostFrame| frame.epoch() == bound.epoch;
+                let of_room = |frame: &&mut LostFrame| {
+                    frame.epoch() == bound.epoch && !mutations::is(Mutation::ReplayEnded)
+                };
                 known.links.lost_mut().filter(of_room).for_each(|frame| {
                     *frame = LostFrame::Over(bound.epoch);
                 });
