@@ -41,7 +41,9 @@ fn main() -> ExitCode {
     let options = match options() {
         Ok(options) => options,
         Err(error) => {
-            eprintln!("{error}\nusage: soak [--seconds N] [--from SEED] [--count N] [--preset NAME]");
+            eprintln!(
+                "{error}\nusage: soak [--seconds N] [--from SEED] [--count N] [--preset NAME]"
+            );
             return ExitCode::from(2);
         }
     };

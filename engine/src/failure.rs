@@ -224,6 +224,8 @@ impl std::error::Error for Failure {}
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashMap;
+
     use super::*;
 
     fn failure(cause: &str) -> Failure {
@@ -264,16 +266,32 @@ mod tests {
     }
 
     #[test]
-    fn every_kind_has_its_entry_in_the_failures_document() {
+    fn every_kind_has_its_entry_in_the_failures_document_and_its_line_leads_there() {
         let doc = include_str!("../../docs/failures.md");
-        for kind in FailureKind::ALL {
-            assert!(
-                doc.lines().any(|line| line == format!("## {}", kind.slug())),
-                "docs/failures.md has no entry `## {}`",
-                kind.slug()
-            );
+        let entries = doc.split("\n## ").skip(1).map(|entry| entry.split_once("\n\n").unwrap());
+        let entries: HashMap<&str, &str> = entries.collect();
+        assert_eq!(
+            entries.len(),
+            FailureKind::ALL.len(),
+            "docs/failures.md has an entry for no kind"
+        );
+        for &kind in FailureKind::ALL {
+            let slug = kind.slug();
+            let entry = entries.get(slug);
+            let entry =
+                entry.unwrap_or_else(|| panic!("docs/failures.md has no entry `## {slug}`"));
+            let paragraphs = entry.split("\n\n").filter_map(|text| text.strip_prefix("**"));
+            let named: Vec<_> = paragraphs.filter_map(|text| text.split_once("**")).collect();
+            let names: Vec<&str> = named.iter().map(|(name, _)| *name).collect();
+            let want = ["Means", "Triggered by", "Common situations", "Check", "Retry"];
+            assert_eq!(names, want, "the entry {slug} of docs/failures.md");
+            let items = |mark| entry.lines().filter(|line| line.starts_with(mark)).count();
+            assert!((2..=4).contains(&items("- ")), "{slug}: situations");
+            assert!(items("1. ") == 1 && items("2. ") == 1, "{slug}: steps of the check");
+            // Two of them go on as lists.
+            assert_eq!(named.iter().filter(|(_, text)| text.is_empty()).count(), 2, "{slug}");
+            let line = Failure { kind, ..failure("a test") }.to_string();
+            assert!(line.ends_with(&format!(" (docs/failures.md#{slug})")), "{line}");
         }
-        let headings = doc.lines().filter(|line| line.starts_with("## ")).count();
-        assert_eq!(headings, FailureKind::ALL.len(), "docs/failures.md has an entry for no kind");
     }
 }

@@ -4,6 +4,7 @@
 macro_rules! mutations {
     ($($(#[doc = $doc:literal])+ $name:ident => $text:literal,)+) => {
         /// A fault in the engine, made on purpose.
+        #[cfg_attr(not(feature = "sim"), expect(unreachable_pub, reason = "shown by the simulator"))]
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum Mutation {
             $($(#[doc = $doc])+ $name,)+
@@ -68,6 +69,12 @@ mutations! {
     DownTooSoon => "take one old lane's end for all",
     /// A lane's tally is told while this end still stands.
     TallyBeforeDown => "answer with a tally before the lane is down",
+    /// A room that has ended stays in its peer's queue of those with frames to post.
+    EndedStaysReady => "leave an ended room's slot in the queue of its peer",
+    /// A peer that is back before its lanes were down is taken for a new one.
+    PeerNotRevived => "forget the lanes of a peer that comes back",
+    /// *Drained* is said of epochs whose lanes were forgotten.
+    DrainedOfForgotten => "say drained of what was forgotten with a peer",
 }
 
 #[cfg(feature = "sim")]

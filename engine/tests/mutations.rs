@@ -18,7 +18,11 @@ fn presets(mutation: Mutation) -> &'static [Preset] {
         M::BlameAll => &[Preset::Errors],
         M::SenderDeadlineIgnored | M::ReceiverDeadlineIgnored => &[Preset::Fickle],
         M::OldVerdictTaken | M::GrantNotWithdrawn => &[Preset::Fickle, Preset::Sessions],
-        M::TalliesNotAskedAgain | M::VerdictsNotRepeated => &[Preset::Sessions, Preset::Brutal],
+        M::TalliesNotAskedAgain
+        | M::VerdictsNotRepeated
+        | M::PeerNotRevived
+        | M::DrainedOfForgotten => &[Preset::Sessions, Preset::Silent],
+        M::EndedStaysReady => &[Preset::Fickle, Preset::Flaps],
         M::NeverFence => &[Preset::Sessions, Preset::Silent],
         _ => &[Preset::Lossy, Preset::Flaps, Preset::Brutal],
     }
@@ -42,12 +46,27 @@ fn tune(mutation: Mutation, scenario: &mut Scenario) {
         M::DrainedUnaccounted => {
             scenario.guarded = false;
             scenario.both_ways = false;
-            (faults.lane_down, faults.abort) = (0.8, 0.6);
+            (faults.lane_down, faults.abort, faults.reap_us) = (0.8, 0.6, 40_000);
         }
         // A lane is used and lost at one end before it is up at the other.
         M::LaneUpAfterTally => {
             scenario.guarded = true;
             faults.lane_down = 1.0;
+        }
+        // A full lane keeps a room waiting; it is given up, and its slot goes to a room of another peer.
+        M::EndedStaysReady => {
+            (scenario.prefill, scenario.decode, scenario.rooms) = (1, 3, 24);
+            (scenario.rush_us, scenario.frame_bytes, faults.window) = (10_000, 128, 1);
+            faults.abort = 0.7;
+        }
+        // A peer is back within the time that its lanes take to be down.
+        M::PeerNotRevived | M::DrainedOfForgotten => {
+            scenario.guarded = false;
+            scenario.both_ways = false;
+            (scenario.grace_ms, scenario.pace_us) = (1, 2000);
+            (faults.give_up, faults.abort, faults.freeze) = (0.5, 0.5, 0.2);
+            faults.delay_us = 200;
+            faults.reap_us = if mutation == M::PeerNotRevived { 40_000 } else { 2000 };
         }
         _ => {}
     }

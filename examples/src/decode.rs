@@ -1,6 +1,8 @@
 //! The decode side: grants pages of its own, waits for the room, and generates on from them.
 
 use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -17,7 +19,7 @@ use crate::model::{self, KvSequence};
 use crate::node::{Follow, Node, serve};
 use crate::pages::{FreeList, Page};
 use crate::prefix::PrefixCache;
-use crate::protocol::{Command, Event, Prompt, RoomLine};
+use crate::protocol::{Command, Event, Prompt, RoomLine, Scan};
 
 /// The part of the pool that kept prefixes may fill, as a divisor: rooms need the rest.
 const KEPT_DIVISOR: u32 = 4;
@@ -54,6 +56,7 @@ pub fn run(args: &DecodeArgs) -> Result<()> {
         room_pages_max: (args.model.pages - kept_max) as usize,
         prefixes: Mutex::new(prefixes),
         max_new: args.max_new,
+        exact_rooms: AtomicUsize::new(0),
         rooms: Mutex::default(),
     })
 }
@@ -66,6 +69,8 @@ struct Decode {
     room_pages_max: usize,
     prefixes: Mutex<PrefixCache>,
     max_new: u32,
+    /// Rooms done with the very bytes that were sent.
+    exact_rooms: AtomicUsize,
     /// Live rooms by id: to be aborted, once granted.
     rooms: Mutex<HashMap<u64, Option<Arc<RecvRoom>>>>,
 }
@@ -113,6 +118,14 @@ impl Follow for Decode {
                 Some(None) => bail!("room {room} has no grant yet: try again later"),
                 None => bail!("there is no live room {room}"),
             },
+            Command::Scan => {
+                let this = Arc::clone(self);
+                rooms.spawn(async move {
+                    if let Err(error) = this.scan().await {
+                        this.node.output.refuse(None, &error);
+                    }
+                });
+            }
             _ => bail!("not a command for decode"),
         }
         Ok(())
@@ -169,10 +182,21 @@ impl Decode {
         let (output, report) = (&self.node.output, room.report());
         output.say(&Event::Room(RoomLine::new(&report, sequence.tokens.len())));
         room.released().await;
-        output.say(&Event::Released { room: id, epoch: report.epoch.map(|epoch| epoch.0) });
+        let carried = self.carried(&sequence);
+        if done.is_err() {
+            sequence.pages[carried.clone()].iter().for_each(|page| page.mark_failed());
+        }
+        let epoch = report.epoch.map(|epoch| epoch.0);
+        let released = Event::Released { room: id, epoch, after_abort_us: None, overwritten: 0 };
+        output.say(&released);
         // The report of a failed room has said all there is to say.
         let Ok(received) = done else { return Ok(()) };
-        self.generate(id, &received, sequence).await
+        self.generate(id, &received, sequence, carried).await
+    }
+
+    /// The pages of the prompt that are not here yet, by their place in the sequence.
+    const fn carried(&self, sequence: &Sequence) -> Range<usize> {
+        sequence.cached_pages..self.node.pages_for(sequence.tokens.len())
     }
 
     /// Pages for a prompt and for what will be generated: those that are cached of it, and fresh ones.
@@ -188,9 +212,9 @@ impl Decode {
 
     /// Grants the pages of the prompt that are not here yet.
     async fn grant(&self, id: u64, peer: Incarnation, sequence: &Sequence) -> Result<RecvRoom> {
-        let prompt_pages = self.node.pages_for(sequence.tokens.len());
-        let missing = &sequence.pages[sequence.cached_pages..prompt_pages];
-        let pages: Vec<u32> = missing.iter().map(|page| page.number()).collect();
+        let carried = &sequence.pages[self.carried(sequence)];
+        let pages: Vec<u32> = carried.iter().map(|page| page.number()).collect();
+        let again = carried.iter().filter(|page| page.is_again()).count();
         let cached_tokens = u32::try_from(sequence.cached_pages * self.node.page_tokens)?;
         let spec = GrantSpec::new(id.into())
             .pages(PoolId::FIRST, pages.as_slice())
@@ -201,12 +225,18 @@ impl Decode {
                 granted => break granted?,
             }
         };
-        self.node.output.say(&Event::Granted { room: id, pages, cached_tokens });
+        self.node.output.say(&Event::Granted { room: id, pages, cached_tokens, again });
         Ok(room)
     }
 
     /// Generates on from the carried pages, and keeps the prompt's for later ones.
-    async fn generate(&self, id: u64, received: &Received, sequence: Sequence) -> Result<()> {
+    async fn generate(
+        &self,
+        id: u64,
+        received: &Received,
+        sequence: Sequence,
+        carried: Range<usize>,
+    ) -> Result<()> {
         let aux = AuxRow::from_bytes(&received.aux)?;
         let prompt_tokens = sequence.tokens.len();
         ensure!(
@@ -216,12 +246,13 @@ impl Decode {
             aux.prompt_tokens
         );
         let (model, store) = (Arc::clone(&self.node.model), Arc::clone(&self.node.store));
-        let carried = &sequence.pages[sequence.cached_pages..self.node.pages_for(prompt_tokens)];
-        let carried: Vec<u32> = carried.iter().map(|page| page.number()).collect();
+        let carried = sequence.pages[carried].iter();
+        let carried: Vec<u32> = carried.map(|page| page.number()).collect();
         ensure!(
             store.checksum(&carried) == aux.checksum,
             "the pages of room {id} are not what was sent: report it with both sides' logs"
         );
+        self.exact_rooms.fetch_add(1, Ordering::Relaxed);
         self.prefixes().keep(&sequence.tokens, &sequence.pages);
         let generate = move || -> Result<_> {
             let mut seq = KvSequence::new(sequence.pages.iter().map(|page| page.number()));
@@ -238,6 +269,17 @@ impl Decode {
         };
         let (tokens, text) = self.node.compute.run(generate).await??;
         self.node.output.say(&Event::Text { room: id, tokens, text });
+        Ok(())
+    }
+
+    /// Looks through every page that a room ever had.
+    async fn scan(&self) -> Result<()> {
+        let (store, (pages, again)) = (Arc::clone(&self.node.store), self.free.used());
+        let count = pages.len();
+        let poisoned = self.node.compute.run(move || store.poisoned(&pages)).await?;
+        let exact_rooms = self.exact_rooms.load(Ordering::Relaxed);
+        let scan = Scan { exact_rooms, pages: count, again, poisoned };
+        self.node.output.say(&Event::Scanned(scan));
         Ok(())
     }
 }

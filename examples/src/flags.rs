@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
-use kvferry::{EngineConfig, IoMode, Secret};
+use kvferry::{EngineConfig, IoMode, Secret, ZeroCopy};
 
 use crate::model::{Model, ModelConfig};
 
@@ -30,6 +30,27 @@ impl From<Io> for IoMode {
     }
 }
 
+/// When lanes are sent from the pages without a copy into the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ZeroCopySends {
+    /// On lanes that leave the host.
+    Auto,
+    /// On every lane, until the kernel reports that it copied.
+    Try,
+    /// Never.
+    Off,
+}
+
+impl From<ZeroCopySends> for ZeroCopy {
+    fn from(zero_copy: ZeroCopySends) -> Self {
+        match zero_copy {
+            ZeroCopySends::Auto => Self::Auto,
+            ZeroCopySends::Try => Self::Try,
+            ZeroCopySends::Off => Self::Off,
+        }
+    }
+}
+
 /// Flags that say which model is computed, and how; equal on both sides.
 #[derive(Clone, Debug, Args)]
 pub struct ModelArgs {
@@ -48,6 +69,10 @@ pub struct ModelArgs {
     /// Tokens of a chunk of the prompt; whole pages.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     pub chunk_tokens: u32,
+    /// Layers of made-up K and V carried behind the model's, so that rooms weigh what a large model's
+    /// do; 64 with pd-pair's stop-decode, else none.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(..=512))]
+    pub ballast_layers: Option<u32>,
 }
 
 impl ModelArgs {
@@ -92,9 +117,16 @@ pub struct EngineArgs {
     /// How lanes are driven.
     #[arg(long, value_enum, default_value_t = Io::Auto)]
     pub io: Io,
+    /// When lanes are sent from the pages without a copy into the kernel.
+    #[arg(long, value_enum, default_value_t = ZeroCopySends::Auto)]
+    pub zero_copy: ZeroCopySends,
     /// Silence after which a peer counts as lost, in milliseconds.
     #[arg(long, default_value_t = 3000)]
     pub peer_silent_ms: u64,
+    /// How long pages of a room that has ended may wait for the peer before it is fenced off, in
+    /// milliseconds.
+    #[arg(long, default_value_t = 500)]
+    pub fence_after_ms: u64,
     /// Data connections to each peer.
     #[arg(long, default_value_t = 2)]
     pub lanes: u16,
@@ -110,7 +142,9 @@ impl EngineArgs {
             .listen(self.listen)
             .insecure(self.insecure)
             .io(self.io)
+            .zero_copy(self.zero_copy)
             .peer_silent_ms(self.peer_silent_ms)
+            .fence_after_ms(self.fence_after_ms)
             .lanes(self.lanes);
         Ok(match &self.secret_file {
             Some(path) => config.secret(read_secret(path)?),

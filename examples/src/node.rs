@@ -52,8 +52,10 @@ impl Node {
         let metrics = args.metrics_addr.map(serve_metrics).transpose()?;
         let pages = (model.pages, model.page_tokens);
         let chunk_tokens = model.chunk_tokens as usize;
+        let ballast_layers = model.ballast_layers.unwrap_or(0);
         let model = Arc::new(model.load()?);
-        let store = Arc::new(PoolStore::allocate(model.config(), pages.0, pages.1)?);
+        let store = PoolStore::allocate(model.config(), pages.0, pages.1, ballast_layers)?;
+        let store = Arc::new(store);
         let mut builder = Engine::builder(args.config(name)?);
         builder.pool(store.pool().clone())?;
         let engine = builder.start()?;
@@ -76,6 +78,7 @@ impl Node {
             listen: node.engine.listen_addr(),
             io: node.engine.io().io.to_string(),
             metrics,
+            can_zero_copy: node.engine.io().sendmsg_zc,
         }));
         Ok(node)
     }
@@ -221,9 +224,10 @@ pub fn serve<F: Follow>(follower: F) -> Result<()> {
 const fn room_of(command: &Command) -> Option<u64> {
     match command {
         Command::Prefill { room, .. }
+        | Command::Resume { room }
         | Command::Decode { room, .. }
         | Command::Abort { room, .. } => Some(*room),
-        Command::Peers | Command::Quit => None,
+        Command::Peers | Command::Scan | Command::Quit => None,
     }
 }
 

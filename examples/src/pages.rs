@@ -1,6 +1,6 @@
-//! Which pages of a pool are free.
+//! Which pages of a pool are free, and what they have been through.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Result, ensure};
 use tokio::sync::Semaphore;
@@ -13,8 +13,20 @@ pub struct FreeList(Arc<Inner>);
 struct Inner {
     pages: u32,
     free: Mutex<Vec<u32>>,
+    past: Mutex<Vec<Past>>,
     /// As many permits as there are free pages.
     permits: Semaphore,
+}
+
+/// What a page has been through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Past {
+    Fresh,
+    Used,
+    /// The last room that had it failed.
+    Failed,
+    /// A room that had it failed, and it was taken again.
+    Again,
 }
 
 /// A page in use; dropping it frees it. One that a room was granted or sends from is kept until the
@@ -30,6 +42,23 @@ impl Page {
     #[must_use]
     pub const fn number(&self) -> u32 {
         self.number
+    }
+
+    /// Notes that the room it was taken for failed.
+    pub fn mark_failed(&self) {
+        self.list.past()[self.number as usize] = Past::Failed;
+    }
+
+    /// Whether an earlier room had it, and failed.
+    #[must_use]
+    pub fn is_again(&self) -> bool {
+        self.list.past()[self.number as usize] == Past::Again
+    }
+}
+
+impl Inner {
+    fn past(&self) -> MutexGuard<'_, Vec<Past>> {
+        self.past.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -60,8 +89,9 @@ impl FreeList {
     }
 
     fn new(free: Vec<u32>) -> Self {
-        let permits = Semaphore::new(free.len());
-        Self(Arc::new(Inner { pages: free.len() as u32, free: Mutex::new(free), permits }))
+        let (permits, past) = (Semaphore::new(free.len()), vec![Past::Fresh; free.len()]);
+        let (pages, free, past) = (free.len() as u32, Mutex::new(free), Mutex::new(past));
+        Self(Arc::new(Inner { pages, free, past, permits }))
     }
 
     /// Takes `count` pages, waiting until they are free.
@@ -77,8 +107,23 @@ impl FreeList {
         self.0.permits.acquire_many(count as u32).await?.forget();
         let mut free = self.0.free.lock().unwrap_or_else(PoisonError::into_inner);
         let at = free.len() - count;
-        let page = |number| Page { number, list: Arc::clone(&self.0) };
+        let mut past = self.0.past();
+        let page = |number| {
+            let past = &mut past[number as usize];
+            *past =
+                if matches!(past, Past::Failed | Past::Again) { Past::Again } else { Past::Used };
+            Page { number, list: Arc::clone(&self.0) }
+        };
         Ok(free.drain(at..).rev().map(page).collect())
+    }
+
+    /// Every page that was ever taken, and how many of them were taken again after a room that had them
+    /// failed.
+    #[must_use]
+    pub fn used(&self) -> (Vec<u32>, usize) {
+        let past = self.0.past();
+        let used = (0..self.0.pages).filter(|&page| past[page as usize] != Past::Fresh);
+        (used.collect(), past.iter().filter(|&&past| past == Past::Again).count())
     }
 
     /// Pages free now.
@@ -89,7 +134,7 @@ impl FreeList {
 }
 
 /// The next number of Vigna's splitmix64.
-fn splitmix64(state: &mut u64) -> u64 {
+pub(crate) const fn splitmix64(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let mut z = *state;
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -128,6 +173,22 @@ mod tests {
         drop(first);
         assert_eq!(wait(list.take(4)).unwrap().unwrap().len(), 4);
         assert_eq!(list.available(), 4);
+    }
+
+    #[test]
+    fn pages_of_a_failed_room_are_known_when_they_are_taken_again() {
+        let list = FreeList::ascending(8);
+        let first = wait(list.take(4)).unwrap().unwrap();
+        first[1..3].iter().for_each(Page::mark_failed);
+        assert_eq!(list.used(), (vec![0, 1, 2, 3], 0));
+        drop(first);
+        let second = wait(list.take(5)).unwrap().unwrap();
+        let again: Vec<u32> =
+            second.iter().filter(|page| page.is_again()).map(Page::number).collect();
+        assert_eq!(again.len(), 2);
+        assert!(again.iter().all(|page| [1, 2].contains(page)), "{again:?}");
+        drop(second);
+        assert_eq!(list.used(), (vec![0, 1, 2, 3, 4], 2));
     }
 
     #[test]

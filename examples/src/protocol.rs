@@ -7,7 +7,9 @@
 //! to decode    {"cmd":"decode","room":7,"prompt":"Once upon a time","max_new":24}
 //! to both      {"cmd":"abort","room":7,"reason":"the client hung up"}
 //!              {"cmd":"peers"}
-//!              {"cmd":"quit"}        as the end of stdin: live rooms end first
+//! to prefill   {"cmd":"resume","room":7}     one that was told with "hold":true
+//! to decode    {"cmd":"scan"}
+//! to both      {"cmd":"quit"}        as the end of stdin: live rooms end first
 //! ```
 //!
 //! Both sides get a prompt of the same text (or the same `"tokens":[…]`) and the same room id, in
@@ -17,13 +19,20 @@
 //! ```text
 //! {"event":"ready",…}     first of all: where it listens, how it does I/O
 //! {"event":"granted",…}   decode: these pages, after so many cached tokens
+//! {"event":"sourced",…}   prefill: so many pages hold the prompt
+//! {"event":"held",…}      prefill: the first chunk is handed in; the rest waits for "resume", the end
+//!                         for another one
 //! {"event":"chunk",…}     prefill: a chunk's pages are handed to the engine
 //! {"event":"room",…}      both: the room has ended, done or failed; once a room
 //! {"event":"released",…}  both: no byte of it is read or placed any more; after its end
 //! {"event":"text",…}      decode: the text that was generated on from the carried pages
 //! {"event":"peers",…}     answer to "peers"
+//! {"event":"scanned",…}   answer to "scan"
 //! {"event":"error",…}     a command was refused, and why
 //! ```
+//!
+//! Prefill overwrites the pages of a room the moment they are released. If that promise were broken, and
+//! something still read them, a `scan` on the decode side would find what it overwrote them with.
 
 use std::io::Write;
 use std::net::SocketAddr;
@@ -46,6 +55,14 @@ pub enum Command {
         /// What to compute.
         #[serde(flatten)]
         prompt: Prompt,
+        /// Hand in the first chunk, the others only when told to resume, and the end when told again.
+        #[serde(default)]
+        hold: bool,
+    },
+    /// To prefill: goes on with a room that was to be held.
+    Resume {
+        /// Id of the room.
+        room: u64,
     },
     /// To decode: grants pages to the room and generates on when it is done.
     Decode {
@@ -66,6 +83,9 @@ pub enum Command {
     },
     /// Asks for the peers.
     Peers,
+    /// To decode: looks through every page that a room ever had here for what prefill overwrites
+    /// released pages with.
+    Scan,
     /// Takes no more commands, lets live rooms end, and exits.
     Quit,
 }
@@ -95,6 +115,22 @@ pub enum Event {
         pages: Vec<u32>,
         /// Tokens before them that are here already.
         cached_tokens: u32,
+        /// How many of the pages an earlier room had that failed.
+        again: usize,
+    },
+    /// Pages were taken for a prompt.
+    Sourced {
+        /// Id of the room.
+        room: u64,
+        /// How many.
+        pages: usize,
+        /// How many of them an earlier room had that failed.
+        again: usize,
+    },
+    /// The first chunk is handed in; the rest waits for the command to resume.
+    Held {
+        /// Id of the room.
+        room: u64,
     },
     /// All layers of a chunk are in the engine's hands.
     Chunk {
@@ -113,6 +149,10 @@ pub enum Event {
         room: u64,
         /// Its epoch, if it was granted.
         epoch: Option<u64>,
+        /// On prefill, of a room that was given up here: microseconds from then to its release.
+        after_abort_us: Option<u64>,
+        /// On prefill: pages overwritten at that moment.
+        overwritten: usize,
     },
     /// What was generated.
     Text {
@@ -128,6 +168,8 @@ pub enum Event {
         /// One by one.
         peers: Vec<PeerLine>,
     },
+    /// What a scan found.
+    Scanned(Scan),
     /// A command was not followed.
     Error {
         /// The room concerned, if one is.
@@ -152,6 +194,21 @@ pub struct Ready {
     pub io: String,
     /// Where its metrics are served.
     pub metrics: Option<SocketAddr>,
+    /// The kernel can send from the pages without a copy.
+    pub can_zero_copy: bool,
+}
+
+/// What a scan of the pages that rooms had found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Scan {
+    /// Rooms done here so far, each with the very bytes that were sent, by its checksum.
+    pub exact_rooms: usize,
+    /// Pages that a room ever had here.
+    pub pages: usize,
+    /// Those of them that were taken again after a room that had them failed.
+    pub again: usize,
+    /// Those of them with a byte of what prefill overwrites released pages with.
+    pub poisoned: usize,
 }
 
 /// How a room ended, as one side has it.
@@ -279,7 +336,7 @@ mod tests {
         });
         let commands: Vec<Command> =
             lines.map(|line| serde_json::from_str(line).expect(line)).collect();
-        assert_eq!(commands.len(), 5);
+        assert_eq!(commands.len(), 7);
         let Command::Decode { room: 7, prompt: Prompt::Text(text), max_new: Some(24) } =
             &commands[1]
         else {

@@ -27,6 +27,8 @@ fn lines_that_are_no_commands_are_answered_and_the_next_one_is_followed() {
         (r#"{"cmd":"prefill","room":7,"prompt":""}"#, "the prompt is empty"),
         (r#"{"cmd":"prefill","room":7,"tokens":[999]}"#, "token 999 is not in the vocabulary"),
         (r#"{"cmd":"decode","room":7,"prompt":"a"}"#, "not a command for prefill"),
+        (r#"{"cmd":"resume","room":7}"#, "no live room 7"),
+        (r#"{"cmd":"scan"}"#, "not a command for prefill"),
     ];
     for (line, words) in lines {
         prefill.say(line);
@@ -38,6 +40,7 @@ fn lines_that_are_no_commands_are_answered_and_the_next_one_is_followed() {
         (r#"{"cmd":"decode","room":7,"prompt":"a","max_new":100000}"#, "exceed the context"),
         (r#"{"cmd":"decode","room":7,"prompt":"a","max_new":-1}"#, "not a command"),
         (r#"{"cmd":"prefill","room":7,"prompt":"a"}"#, "not a command for decode"),
+        (r#"{"cmd":"resume","room":7}"#, "not a command for decode"),
     ] {
         decode.say(line);
         let error = decode.hear("error");

@@ -287,6 +287,8 @@ impl PeerTask {
         let peer = self.peer.incarnation;
         tracing::info!(%peer, %kind, cause = causes.join(": "), "peer given up");
         self.core.tokens.forget(peer);
+        // Whoever connects while the worker is being told waits for what comes after.
+        self.peer.state.send_modify(|state| state.life = Life::Down);
         self.core.peers.gone(peer, kind, causes.join(": "));
         let _ = self.core.worker.send(ToWorker::PeerGone { peer, kind, causes }).await;
     }

@@ -9,13 +9,17 @@
 //! What bounds the search, so that it ends:
 //!
 //! - one or two rooms of one or two writes, two lanes and at most two more, few faults of each kind;
-//! - deadlines pass when nothing else can happen, but for two searches in which they pass at any time
-//!   (each of them doubles the states); aborts, which end a room as deadlines do, come at any time;
-//! - posting, leaving and asking to finish are one step each room, but for the searches called *fine*;
+//! - deadlines pass when nothing else can happen, but for two searches in which they pass at any time:
+//!   they would multiply the states of the others by ten. Aborts, which end a room as deadlines do, come
+//!   at any time;
+//! - beginning a write, knowing that it has left and asking to finish are steps of their own only in the
+//!   searches called *fine*;
 //! - a lane lands whole frames and counts them as they land. A part of a frame can spoil no page that the
 //!   whole cannot, and an end of a lane is down only when what came on it is counted;
 //! - pages and sources are quiet at the first moment that the protocol allows. Later ones change nothing:
-//!   their next use is a step of its own.
+//!   their next use is a step of its own;
+//! - what takes thousands of rooms or lanes (verdicts and tallies that are dropped), draining and
+//!   shutting down are left to the simulator.
 
 mod control;
 mod lanes;

@@ -66,7 +66,9 @@ impl Run {
             return Err(format!("handle {index} is bound to nobody"));
         };
         if room.peer.is_some_and(|wanted| wanted != peer) {
-            return Err(format!("handle {index} is bound to engine {peer}, which it did not ask for"));
+            return Err(format!(
+                "handle {index} is bound to engine {peer}, which it did not ask for"
+            ));
         }
         let epoch = bound.epoch;
         (room.bound_at, room.peer, room.epoch) = (Some(now), Some(peer), Some(epoch));
@@ -149,7 +151,7 @@ impl Run {
                     0 => "holds filler or nothing",
                     _ => "holds something else",
                 };
-                wrong.get_or_insert(format!("byte {first} of page {at:?} {what}"));
+                wrong.get_or_insert_with(|| format!("byte {first} of page {at:?} {what}"));
             }
         });
         if let Some(wrong) = wrong {
@@ -174,7 +176,8 @@ impl Run {
         let mut world = self.world.borrow_mut();
         let left = world.not_left(node, to, epoch);
         if left > 0 {
-            let text = format!("engine {node} says epoch {epoch} finished with {left} frames to leave");
+            let text =
+                format!("engine {node} says epoch {epoch} finished with {left} frames to leave");
             world.violation.get_or_insert(text);
         }
     }
@@ -237,13 +240,16 @@ impl Run {
             };
             match (room.ended_at, room.bound_at, room.role) {
                 (Some(ended), _, _) if late(ended.after_ms(fence_ms), 0) => {
-                    return Err(format!("handle {index} is not released {fence_ms} ms after its end"));
+                    return Err(format!(
+                        "handle {index} is not released {fence_ms} ms after its end"
+                    ));
                 }
                 (None, None, _) if late(room.deadline, 0) => {
                     return Err(format!("handle {index} is live behind its deadline"));
                 }
                 (None, Some(bound), Role::Sender) => {
-                    let granted = self.other_side(index).map_or(0, |other| self.rooms[other].timeout_ms);
+                    let granted =
+                        self.other_side(index).map_or(0, |other| self.rooms[other].timeout_ms);
                     if late(bound.after_ms(granted + LEAD_MS), VERDICT_MS) {
                         return Err(format!("sender's handle {index} is live behind its deadline"));
                     }

@@ -29,11 +29,7 @@ impl Run {
         }
         // The room as whoever saw it first has it.
         let seen = if own { Some(room) } else { self.other_side(index).map(|at| &self.rooms[at]) };
-        if self.may_fail(room, seen, reporter, failure) {
-            Ok(())
-        } else {
-            wrong("not for that")
-        }
+        if self.may_fail(room, seen, reporter, failure) { Ok(()) } else { wrong("not for that") }
     }
 
     fn may_fail(

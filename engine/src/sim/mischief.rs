@@ -85,7 +85,11 @@ impl Run {
         let for_ever = self.dice.chance(self.scenario.faults.stall_for_ever);
         let longest = [20_000, 200_000, 1_500_000][self.dice.pick(3)];
         let for_us = self.dice.between(1000, longest);
-        self.note(node, 66, format_args!("TROUBLE: it stops for {for_us} µs, for ever: {for_ever}"));
+        self.note(
+            node,
+            66,
+            format_args!("TROUBLE: it stops for {for_us} µs, for ever: {for_ever}"),
+        );
         self.nodes[node].stalled = true;
         self.nodes[node].for_ever = for_ever;
         if !for_ever {
@@ -184,8 +188,8 @@ impl Run {
     pub(super) fn trouble_over(&mut self) {
         self.is_over = true;
         let mut world = self.world.borrow_mut();
-        let WireFaults { delay_us, window, .. } = world.faults;
-        world.faults = WireFaults { delay_us, window, ..WireFaults::default() };
+        let WireFaults { delay_us, reap_us, window, .. } = world.faults;
+        world.faults = WireFaults { delay_us, reap_us, window, ..WireFaults::default() };
         drop(world);
         for node in 0..self.nodes.len() {
             if self.nodes[node].stalled && !self.nodes[node].for_ever {

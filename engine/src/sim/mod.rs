@@ -9,7 +9,7 @@
 //!   invariants, after every step
 //! ```
 //!
-//! [`run`] plays one seed. Everything is decided by the seed and the scenario: the same two give the same
+//! `run` plays one seed. Everything is decided by the seed and the scenario: the same two give the same
 //! run, so a violation is found again, with its trace, by running them again.
 
 pub(crate) mod agenda;
@@ -22,8 +22,10 @@ mod lanes;
 mod mischief;
 mod model;
 mod node;
+mod plans;
 mod run;
 mod scenario;
+mod sessions;
 pub(crate) mod trace;
 
 use std::collections::BTreeMap;
@@ -108,7 +110,8 @@ pub fn run(seed: u64, scenario: &Scenario) -> Result<Stats, Box<Violation>> {
     };
     // Once more, with a trace: the run is the same.
     let trace = play(seed, scenario, true).err();
-    let (again, trace) = trace.unwrap_or_else(|| ("nothing, the second time".to_owned(), String::new()));
+    let (again, trace) =
+        trace.unwrap_or_else(|| ("nothing, the second time".to_owned(), String::new()));
     let what = if again == what { what } else { format!("{what} (and then: {again})") };
     Err(Box::new(Violation { seed, scenario: scenario.to_string(), what, trace }))
 }

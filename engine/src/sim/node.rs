@@ -84,8 +84,7 @@ impl Node {
         let limits = Limits { max_rooms: 1 << 12, max_peers: 64, fence_after_ms };
         let fabric = SimFabric::new(engine, Rc::clone(world));
         let pools = (vec![Arc::clone(&pool.map)], pages);
-        let mut worker =
-            Worker::new(incarnation, fabric, queues, pools, limits, Arc::default());
+        let mut worker = Worker::new(incarnation, fabric, queues, pools, limits, Arc::default());
         worker.set_frame_bytes(frame_bytes);
         Self {
             slot,

@@ -6,10 +6,11 @@ use std::rc::Rc;
 
 use super::Stats;
 use super::agenda::Agenda;
-use super::callers::{Plan, Room};
+use super::callers::Room;
 use super::control::Pair;
 use super::dice::Dice;
 use super::node::Node;
+use super::plans::Plan;
 use super::scenario::Scenario;
 use super::trace::Trace;
 use crate::fabric::sim::{CloseAt, World};
@@ -81,12 +82,8 @@ pub(super) struct Run {
 impl Run {
     pub(super) fn new(seed: u64, scenario: &Scenario, traced: bool) -> Self {
         let mut dice = Dice::new(seed);
-        let world = World::new(
-            scenario.guarded,
-            scenario.wire_faults(),
-            dice.fork(),
-            Trace::new(traced),
-        );
+        let world =
+            World::new(scenario.guarded, scenario.wire_faults(), dice.fork(), Trace::new(traced));
         let mut run = Self {
             scenario: scenario.clone(),
             world: Rc::new(RefCell::new(world)),
@@ -130,7 +127,8 @@ impl Run {
         let others = self.slots.clone();
         for (place, other) in others.into_iter().enumerate() {
             if other != usize::MAX && (place < prefill) != (slot < prefill) {
-                let (sender, receiver) = if slot < prefill { (index, other) } else { (other, index) };
+                let (sender, receiver) =
+                    if slot < prefill { (index, other) } else { (other, index) };
                 self.meet(sender, receiver);
             }
         }
@@ -162,10 +160,10 @@ impl Run {
             self.stats.steps += 1;
             if wire_first {
                 self.world.borrow_mut().step();
-            } else if let Some(task) = self.agenda.take() {
-                if self.task(task)? {
-                    return Ok(self.finish());
-                }
+            } else if let Some(task) = self.agenda.take()
+                && self.task(task)?
+            {
+                return Ok(self.finish());
             }
             let wakes = std::mem::take(&mut self.world.borrow_mut().wakes);
             for node in wakes {
@@ -304,7 +302,8 @@ impl Run {
             return Ok(false);
         }
         let mine = |node: &Node| node.is_alive() && !node.for_ever;
-        let left: usize = self.nodes.iter().filter(|node| mine(node)).map(|node| node.rooms.len()).sum();
+        let left: usize =
+            self.nodes.iter().filter(|node| mine(node)).map(|node| node.rooms.len()).sum();
         if left > 0 || self.plans_are_due() {
             if self.now_us > self.over_at_us + PATIENCE_US {
                 return Err(self.unfinished());
@@ -326,7 +325,9 @@ impl Run {
                     let (name, census) = (node.incarnation, census(node));
                     format!("tables of engine {name} are not empty at the end: {census:?}")
                 }
-                None => format!("two engines do not find each other again: {}", self.sessions_text()),
+                None => {
+                    format!("two engines do not find each other again: {}", self.sessions_text())
+                }
             });
         }
         Ok(false)

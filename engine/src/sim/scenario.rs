@@ -71,6 +71,8 @@ impl Preset {
 pub struct Faults {
     /// Longest usual delay of a step on a lane or a session, in microseconds.
     pub delay_us: u64,
+    /// Longest time that closing one end of a lane takes, in microseconds.
+    pub reap_us: u64,
     /// Steps that take a hundred times as long.
     pub slow: f32,
     /// Completions and control messages that come again, late: of rooms that are over, and after a
@@ -206,9 +208,10 @@ impl Scenario {
     }
 
     pub(super) fn wire_faults(&self) -> WireFaults {
-        let Faults { delay_us, slow, duplicate, partial_post, window, .. } = self.faults;
+        let Faults { delay_us, reap_us, slow, duplicate, partial_post, window, .. } = self.faults;
         WireFaults {
             delay_us,
+            reap_us,
             slow,
             duplicate,
             partial_post,
@@ -226,6 +229,7 @@ impl Faults {
     fn none(dice: &mut Dice) -> Self {
         Self {
             delay_us: [20, 200, 2000][dice.pick(3)],
+            reap_us: [300, 5000, 40_000][dice.pick(3)],
             window: dice.between(1, 12) as usize,
             ..Self::default()
         }

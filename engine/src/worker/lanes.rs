@@ -186,7 +186,8 @@ impl<F: Fabric> Worker<F> {
     /// epochs from before a peer was given up nobody can tell; the receiver closes its lanes for them.
     pub(super) fn say_drained(&mut self, peer: PeerIndex, epoch: Epoch) {
         let Some(known) = self.peers.get(peer) else { return };
-        if known.forgotten.is_none_or(|forgotten| epoch > forgotten)
+        if (known.forgotten.is_none_or(|forgotten| epoch > forgotten)
+            || mutations::is(Mutation::DrainedOfForgotten))
             && !self.sending.has_epoch(peer, epoch)
             && (!known.links.holds(|frame| frame.epoch() == epoch)
                 || mutations::is(Mutation::DrainedUnaccounted))

@@ -178,12 +178,12 @@ impl<F: Fabric> Worker<F> {
         })
     }
 
-    /// Whether the worker was told to stop and every room is released.
+    /// Whether the worker was told to stop, every room is released, and peers were told of theirs.
     pub(crate) fn is_stopped(&self) -> bool {
         self.stopping
             && self.sending.rooms.is_empty()
             && self.receiving.rooms.is_empty()
-            && self.to_control.is_empty()
+            && !self.has_backlog()
     }
 
     pub(crate) fn fabric_mut(&mut self) -> &mut F {
@@ -436,7 +436,11 @@ impl<F: Fabric> Worker<F> {
             self.expel(peer, "it does not read what it is answered");
             sent = true;
         }
-        sent | self.peers.flush()
+        sent |= self.peers.flush();
+        if self.stopping {
+            self.answer_idle();
+        }
+        sent
     }
 
     /// Whether something waits for a queue to have room; nobody wakes the worker for that.
@@ -550,7 +554,12 @@ impl<F: Fabric> Worker<F> {
     fn answer_idle(&mut self) {
         for (peer, reply) in std::mem::take(&mut self.idle_waiters) {
             let busy = match peer {
-                None => !self.sending.rooms.is_empty() || !self.receiving.rooms.is_empty(),
+                // Who waits for this ends the sessions next: peers are told of their rooms before.
+                None => {
+                    !self.sending.rooms.is_empty()
+                        || !self.receiving.rooms.is_empty()
+                        || self.stopping && self.peers.has_backlog()
+                }
                 // Given up or not: its rooms are over only when they are released.
                 Some(peer) => self
                     .peers

@@ -9,6 +9,7 @@ use super::slots::Slots;
 use crate::fabric::{PeerIndex, Posting};
 use crate::ids::{Epoch, Incarnation, Micros};
 use crate::memory::{PageMap, Pairing};
+use crate::mutations::{self, Mutation};
 use crate::room::links::Links;
 use crate::wire::message::Message;
 
@@ -54,6 +55,7 @@ pub(super) struct Peer {
 
 /// A frame that went down with a lane.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "few at a time; a box would be an allocation a frame")]
 pub(super) enum LostFrame {
     /// Of a room that stands or is not released.
     Standing(Posting),
@@ -204,6 +206,9 @@ impl Peers {
     /// A peer that was given up is back before its lanes were down or its rooms released: what is known
     /// of them still holds.
     pub(super) fn revive(&mut self, incarnation: Incarnation) -> Option<PeerIndex> {
+        if mutations::is(Mutation::PeerNotRevived) {
+            return None;
+        }
         let (index, _) = self.table.iter().find(|(_, peer)| peer.incarnation == incarnation)?;
         let peer = self.table.get_mut(index).filter(|peer| peer.gone)?;
         peer.gone = false;

@@ -789,6 +789,28 @@ fn what_is_submitted_to_a_worker_that_stops_is_ended_and_released() {
 }
 
 #[test]
+fn a_worker_that_stops_first_tells_its_peers_of_all_their_rooms() {
+    let mut bench = Bench::new();
+    bench.peer_up(0..4);
+    bench.said();
+    for room in 0..40 {
+        bench.open(room);
+        bench.hear_grant(room, room + 1);
+    }
+    let (reply, mut idle) = oneshot::channel();
+    bench.submit(Submission::Stop);
+    bench.submit(Submission::WhenIdle { peer: None, reply });
+    // Each is told twice, failed and drained: the session has no room for so much at once.
+    assert!(idle.try_recv().is_err() && !bench.worker.is_stopped());
+    let mut said = bench.said();
+    bench.turn();
+    said.extend(bench.said());
+    let failed = |epoch| said.iter().any(|m| is_failed(m, epoch, FailureKind::Shutdown));
+    assert!((1..=40).all(failed), "{said:?}");
+    assert!(idle.try_recv().is_ok() && bench.worker.is_stopped());
+}
+
+#[test]
 fn frames_outside_the_grant_fail_their_room_alone_on_both_sides() {
     let good = DataFrame {
         seq: 1,

@@ -6,7 +6,7 @@ use anyhow::{Result, bail, ensure};
 
 use super::PairArgs;
 use super::plan::What;
-use super::stage::Run;
+use super::run::{Granted, Run};
 use crate::model::{KvSequence, Model, VecStore, chunks, generate};
 
 /// How a room came out.
@@ -62,7 +62,7 @@ impl<'a> Checker<'a> {
         let mut outcomes = Vec::with_capacity(runs.len());
         for (at, run) in runs.iter().enumerate() {
             let outcome = match run.sender.failed() {
-                Some((line, _)) if run.plan.what == What::Doomed => {
+                Some((line, _)) if run.plan.what.may_fail() => {
                     Outcome::Failed(line.kind.clone().unwrap_or_default())
                 }
                 Some((line, _)) => Outcome::Wrong(line.cause.clone().unwrap_or_default()),
@@ -100,7 +100,10 @@ impl<'a> Checker<'a> {
             bail!("a side did not say how it ended");
         };
         ensure!(sent.is_done() && received.is_done(), "it failed on one side");
-        ensure!(run.sender.released && run.receiver.released, "it was not released");
+        ensure!(
+            run.sender.release.is_some() && run.receiver.release.is_some(),
+            "it was not released"
+        );
         ensure!(
             sent.epoch.is_some() && sent.epoch == received.epoch,
             "epoch {:?} on prefill, {:?} on decode",
@@ -130,12 +133,15 @@ impl<'a> Checker<'a> {
 
     /// Both sides counted every page that was missing on the decode side, and no other.
     fn compare_bytes(&self, run: &Run) -> Result<()> {
-        let Some((granted, cached)) = &run.granted else { bail!("nothing was granted") };
+        let Some(Granted { pages: granted, cached, .. }) = &run.granted else {
+            bail!("nothing was granted")
+        };
         let (config, args) = (self.model.config(), &self.args.model);
         let (prompt_tokens, cached) = (run.plan.tokens.len(), *cached as usize);
         let pages =
             prompt_tokens.div_ceil(args.page_tokens as usize) - cached / args.page_tokens as usize;
-        let page_writes = (pages * config.layers * 2) as u64;
+        let layers = config.layers + self.args.ballast_layers() as usize;
+        let page_writes = (pages * layers * 2) as u64;
         let page_bytes = config.pool(1, args.page_tokens as usize).page() * size_of::<f32>();
         for (side, name) in [(&run.sender, "prefill"), (&run.receiver, "decode")] {
             let Some((line, _)) = &side.line else { bail!("{name} did not say how it ended") };
@@ -160,7 +166,7 @@ impl<'a> Checker<'a> {
             What::WholePages => {
                 ensure!(prompt_tokens.is_multiple_of(args.page_tokens as usize), "not whole pages")
             }
-            What::Plain | What::Reused | What::Doomed => {}
+            What::Plain | What::Reused | What::Doomed | What::Exposed => {}
         }
         Ok(())
     }

@@ -6,18 +6,19 @@ use anyhow::{Result, ensure};
 use rustix::process::Signal;
 
 use super::plan::{Planner, What};
-use super::stage::{Run, Side, Stage};
-use super::{Fault, PairArgs};
+use super::run::{Run, Side};
+use super::stage::Stage;
+use super::{Fault, PairArgs, stop};
 
 /// A dead peer is known dead within this.
-const DEAD_WITHIN: Duration = Duration::from_secs(1);
+pub(super) const DEAD_WITHIN: Duration = Duration::from_secs(1);
 /// What a busy machine may take longer than promised, as a factor.
-const SLACK: u32 = 5;
+pub(super) const SLACK: u32 = 5;
 /// The decode process that is hurt, and the one that is not.
-const VICTIM: usize = 0;
-const BYSTANDER: usize = 1;
+pub(super) const VICTIM: usize = 0;
+pub(super) const BYSTANDER: usize = 1;
 /// Rooms of each of the two: what `--rooms` says is shared between them, and needs two of each.
-const ROOMS_MIN: u64 = 4;
+pub(super) const ROOMS_MIN: u64 = 4;
 
 /// The rooms of a fault, by their number among the runs.
 struct Cast {
@@ -40,7 +41,7 @@ pub(super) fn run<'a>(
             let claims = others_finish(args, &mut stage, &cast.others, claims)?;
             Ok((stage, claims))
         }
-        Fault::StopDecode => stop(args, planner),
+        Fault::StopDecode => stop::run(args, planner),
         Fault::RestartDecode => restart(args, planner),
         Fault::BadRoom => bad_room(args, planner),
     }
@@ -77,28 +78,6 @@ fn kill(stage: &mut Stage<'_>, cast: &Cast) -> Result<Vec<String>> {
     let at = stage.signal(VICTIM, Signal::KILL)?;
     let words = "prefill to fail the rooms of the killed process";
     Ok(vec![prefill_fails(stage, &cast.doomed, at, DEAD_WITHIN, "peer-died", words)?])
-}
-
-/// SIGSTOP, then SIGCONT: the rooms fail for its silence, and it learns of it.
-fn stop<'a>(args: &'a PairArgs, planner: &Planner<'_>) -> Result<(Stage<'a>, Vec<String>)> {
-    let (mut stage, cast) = two_decodes(args, planner)?;
-    let at = stage.signal(VICTIM, Signal::STOP)?;
-    let silent = Duration::from_millis(args.peer_silent_ms());
-    let words = "prefill to fail the rooms of the stopped process";
-    let mut claims =
-        vec![prefill_fails(&mut stage, &cast.doomed, at, silent, "peer-silent", words)?];
-    let at = stage.signal(VICTIM, Signal::CONT)?;
-    let within = (silent + DEAD_WITHIN) * SLACK;
-    stage.until(within, "the continued process to fail its rooms", |stage| {
-        all(stage, &cast.doomed, |run| failed_and_released(&run.receiver))
-    })?;
-    claims.push(format!(
-        "continued, it failed the same {} rooms and released them {} ms later",
-        cast.doomed.len(),
-        at.elapsed().as_millis()
-    ));
-    let claims = others_finish(args, &mut stage, &cast.others, claims)?;
-    Ok((stage, claims))
 }
 
 /// SIGKILL, and a new process in its place: served the same ids by the same prefill.
@@ -149,11 +128,7 @@ fn bad_room<'a>(args: &'a PairArgs, planner: &Planner<'_>) -> Result<(Stage<'a>,
         "decode to fail and release the room it gave up",
         |stage| all(stage, &cast.doomed, |run| failed_and_released(&run.receiver)),
     )?;
-    for &run in &cast.doomed {
-        let words = |side: &Side| side.failed().and_then(|(line, _)| line.line.clone());
-        let (sent, received) = (words(&stage.run(run).sender), words(&stage.run(run).receiver));
-        ensure!(sent == received, "two failures of one room:\n  {sent:?}\n  {received:?}");
-    }
+    same_words(&stage, &cast.doomed)?;
     claims.push("both sides say the same of it".to_owned());
     let claims = others_finish(args, &mut stage, &cast.others, claims)?;
     Ok((stage, claims))
@@ -161,7 +136,7 @@ fn bad_room<'a>(args: &'a PairArgs, planner: &Planner<'_>) -> Result<(Stage<'a>,
 
 /// Waits until prefill has failed and released the rooms, all with `kind`, and says how long after
 /// `at` the last one failed.
-fn prefill_fails(
+pub(super) fn prefill_fails(
     stage: &mut Stage<'_>,
     rooms: &[usize],
     at: Instant,
@@ -191,7 +166,7 @@ fn prefill_fails(
         last = last.max(heard);
     }
     stage.until(promised * SLACK, "prefill to release the failed rooms", |stage| {
-        all(stage, rooms, |run| run.sender.released)
+        all(stage, rooms, |run| run.sender.release.is_some())
     })?;
     Ok(format!(
         "{} of {} rooms failed on prefill with {kind}, the last after {} ms (promised: {} ms); all were released",
@@ -200,6 +175,16 @@ fn prefill_fails(
         (last - at).as_millis(),
         promised.as_millis()
     ))
+}
+
+/// Both sides say the same of each of the rooms, which failed.
+pub(super) fn same_words(stage: &Stage<'_>, rooms: &[usize]) -> Result<()> {
+    for &run in rooms {
+        let words = |side: &Side| side.failed().and_then(|(line, _)| line.line.clone());
+        let (sent, received) = (words(&stage.run(run).sender), words(&stage.run(run).receiver));
+        ensure!(sent == received, "two failures of one room:\n  {sent:?}\n  {received:?}");
+    }
+    Ok(())
 }
 
 /// Waits for the rooms that the fault does not concern.
@@ -216,10 +201,10 @@ fn others_finish(
     Ok(claims)
 }
 
-fn failed_and_released(side: &Side) -> bool {
-    side.failed().is_some() && side.released
+pub(super) fn failed_and_released(side: &Side) -> bool {
+    side.failed().is_some() && side.release.is_some()
 }
 
-fn all(stage: &Stage<'_>, rooms: &[usize], is: impl Fn(&Run) -> bool) -> bool {
+pub(super) fn all(stage: &Stage<'_>, rooms: &[usize], is: impl Fn(&Run) -> bool) -> bool {
     rooms.iter().all(|&room| is(stage.run(room)))
 }

@@ -4,17 +4,20 @@
 //! ```text
 //! plan: which rooms, which prompts ─▶ stage: children, lines in and out ─▶ check: the reference
 //!                                          ▲                                  │
-//!                  fault: signals, and what was promised of them     show: table, text, JSON
+//!            fault, stop: signals, and what was promised of them     show: table, text, JSON
 //! ```
 
 mod check;
 mod child;
 mod fault;
+mod kernel;
 mod plan;
+mod run;
 mod show;
 mod stage;
+mod stop;
 
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -22,7 +25,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use clap::{Parser, ValueEnum};
 
-use crate::flags::{Io, ModelArgs};
+use crate::flags::{Io, ModelArgs, ZeroCopySends};
 use check::Checker;
 use plan::Planner;
 use stage::Stage;
@@ -30,13 +33,18 @@ use stage::Stage;
 /// The variable that says how many threads compute.
 const COMPUTE_THREADS: &str = "RAYON_NUM_THREADS";
 
+/// Layers of ballast with stop-decode: as many layers as large models have, and rooms of which the
+/// sockets' buffers hold a small part.
+const STOP_BALLAST_LAYERS: u32 = 64;
+
 /// What to let go wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Fault {
     /// A decode process is killed (SIGKILL): its rooms fail within a second, the others finish.
     KillDecode,
-    /// A decode process is stopped (SIGSTOP): its rooms fail after the silence allowed, the others
-    /// finish; continued, it learns of it.
+    /// A decode process is stopped (SIGSTOP) with its rooms under way. Those that prefill gives up are
+    /// released there while it stands still, and their pages overwritten and used again; continued, it
+    /// has none of that. Stopped for longer, its rooms fail for its silence, and it learns of it.
     StopDecode,
     /// As kill-decode; then a new decode process is served the same room ids by the same prefill.
     RestartDecode,
@@ -73,6 +81,9 @@ pub struct PairArgs {
     /// How lanes are driven.
     #[arg(long, value_enum, default_value_t = Io::Auto)]
     io: Io,
+    /// When lanes are sent from the pages without a copy into the kernel.
+    #[arg(long, value_enum, default_value_t = ZeroCopySends::Auto)]
+    zero_copy: ZeroCopySends,
     /// Data connections between the two.
     #[arg(long, default_value_t = 2)]
     lanes: u16,
@@ -83,11 +94,16 @@ pub struct PairArgs {
     /// all take free ones.
     #[arg(long)]
     metrics_addr: Option<SocketAddr>,
-    /// Silence after which a peer counts as lost, in milliseconds; 1000 with a fault, else 3000.
+    /// Silence after which a peer counts as lost, in milliseconds; 3000, with stop-decode 4000, with
+    /// other faults 1000.
     #[arg(long)]
     peer_silent_ms: Option<u64>,
-    /// Pause between the chunks of a prompt, in milliseconds; without it 0, and long enough for
-    /// the fault when there is one.
+    /// How long pages of a room that has ended may wait for the peer before it is fenced off, in
+    /// milliseconds.
+    #[arg(long, default_value_t = 500)]
+    fence_after_ms: u64,
+    /// Pause between the chunks of a prompt, in milliseconds; 100 with a fault other than stop-decode,
+    /// else 0.
     #[arg(long)]
     pace_ms: Option<u64>,
     /// Longest wait for the rooms of a step, in seconds. The engines' own deadlines are shorter.
@@ -96,19 +112,34 @@ pub struct PairArgs {
 }
 
 impl PairArgs {
-    /// Silence allowed, in milliseconds. Short with a fault: it is waited for.
+    /// Silence allowed, in milliseconds. Short with a fault; but when a process is stopped longer than a
+    /// release may take, slack included, so that it is not the silence that brings it about.
     fn peer_silent_ms(&self) -> u64 {
-        self.peer_silent_ms.unwrap_or_else(|| if self.fault.is_some() { 1000 } else { 3000 })
+        self.peer_silent_ms.unwrap_or(match self.fault {
+            None => 3000,
+            Some(Fault::StopDecode) => 4000,
+            Some(_) => 1000,
+        })
     }
 
-    /// Pause between chunks. With a fault long enough that it finds rooms in their middle, and that
-    /// the first of them is there still when a silence is over.
+    /// Pause between chunks. With a fault long enough that it finds rooms in their middle; rooms of a
+    /// process that is stopped are held there.
     fn pace_ms(&self) -> u64 {
-        self.pace_ms.unwrap_or_else(|| match self.fault {
-            None => 0,
-            Some(Fault::StopDecode) => self.peer_silent_ms() / 2,
+        self.pace_ms.unwrap_or(match self.fault {
+            None | Some(Fault::StopDecode) => 0,
             Some(_) => 100,
         })
+    }
+
+    /// Where metrics are served. What is counted when a process is stopped is shown.
+    fn metrics_addr(&self) -> Option<SocketAddr> {
+        let stop = self.fault == Some(Fault::StopDecode);
+        self.metrics_addr.or_else(|| stop.then(|| (Ipv4Addr::LOCALHOST, 0).into()))
+    }
+
+    fn ballast_layers(&self) -> u32 {
+        let stop = self.fault == Some(Fault::StopDecode);
+        self.model.ballast_layers.unwrap_or(if stop { STOP_BALLAST_LAYERS } else { 0 })
     }
 
     const fn patience(&self) -> Duration {
@@ -133,7 +164,7 @@ pub fn run(args: &PairArgs) -> Result<()> {
     show::progress("computing the same prompts in this process alone");
     let checked = Checker::new(&model, args).check(&runs)?;
     if args.json {
-        show::json(&runs, &checked, args.fault)?;
+        show::json(&runs, &checked, args.fault, &claims)?;
     } else {
         show::table(&runs, &checked, &readys);
         show::texts(&runs, &model);

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, ensure};
 
 use super::PairArgs;
-use crate::model::Model;
+use crate::model::{Model, ModelConfig};
 use crate::node::tokens;
 use crate::protocol::Prompt;
 
@@ -67,12 +67,20 @@ pub(super) enum What {
     AuxAlone,
     /// It will not live to its end.
     Doomed,
+    /// Its decode process is stopped for a while, and nobody gives it up.
+    Exposed,
 }
 
 impl What {
+    /// Whether it may fail.
+    pub(super) const fn may_fail(self) -> bool {
+        matches!(self, Self::Doomed | Self::Exposed)
+    }
+
     pub(super) const fn label(self) -> &'static str {
         match self {
             Self::Plain | Self::Doomed => "",
+            Self::Exposed => "outlived the stop",
             Self::WholePages => "empty last chunk",
             Self::Reused => "id reused",
             Self::CachedPrefix => "prefix cached",
@@ -118,6 +126,10 @@ impl<'a> Planner<'a> {
             ensure!(!step.is_empty(), "no rooms");
         }
         Ok(planner)
+    }
+
+    pub(super) fn config(&self) -> &ModelConfig {
+        self.model.config()
     }
 
     /// The rooms, in steps: those of one step run at once.

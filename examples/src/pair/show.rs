@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::Fault;
 use super::check::{Checked, Outcome};
-use super::stage::{Run, Side};
+use super::run::{Release, Run, Side};
 use crate::model::Model;
 use crate::protocol::{Ready, RoomLine};
 
@@ -26,6 +26,12 @@ struct RoomJson<'a> {
     #[serde(flatten)]
     line: &'a RoomLine,
     released: bool,
+    /// On prefill, of a room given up there: microseconds from then to its release.
+    after_abort_us: Option<u64>,
+    /// On prefill: pages overwritten when the room was released.
+    overwritten: usize,
+    /// Pages that an earlier room had which failed.
+    again: usize,
 }
 
 /// The last line.
@@ -36,14 +42,24 @@ struct SummaryJson<'a> {
     failed: usize,
     wrong: Vec<&'a str>,
     fault: Option<String>,
+    /// What was seen of what was promised.
+    claims: &'a [String],
 }
 
 /// A line a room from each side, then the summary.
-pub(super) fn json(runs: &[Run], Checked(outcomes): &Checked, fault: Option<Fault>) -> Result<()> {
+pub(super) fn json(
+    runs: &[Run],
+    Checked(outcomes): &Checked,
+    fault: Option<Fault>,
+    claims: &[String],
+) -> Result<()> {
     for side in runs.iter().flat_map(|run| [&run.sender, &run.receiver]) {
-        if let Side { line: Some((line, _)), released } = side {
-            println!("{}", serde_json::to_string(&RoomJson { line, released: *released })?);
-        }
+        let Side { line: Some((line, _)), release, again } = side else { continue };
+        let released = release.is_some();
+        let Release { after_abort, overwritten } = release.unwrap_or_default();
+        let after_abort_us = after_abort.map(|after| after.as_micros() as u64);
+        let room = RoomJson { line, released, after_abort_us, overwritten, again: *again };
+        println!("{}", serde_json::to_string(&room)?);
     }
     let summary = SummaryJson {
         rooms: runs.len(),
@@ -56,6 +72,7 @@ pub(super) fn json(runs: &[Run], Checked(outcomes): &Checked, fault: Option<Faul
             )
             .collect(),
         fault: fault.and_then(|fault| Some(fault.to_possible_value()?.get_name().to_owned())),
+        claims,
     };
     println!("{}", serde_json::json!({ "summary": summary }));
     Ok(())

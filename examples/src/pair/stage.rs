@@ -6,13 +6,15 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use clap::ValueEnum;
 use rustix::process::Signal;
 
 use super::PairArgs;
 use super::child::{Child, Said, What};
-use super::plan::{self, Plan};
+use super::plan::Plan;
+use super::run::{Granted, Release, Run};
 use super::show::progress;
-use crate::protocol::{Command, Event, Prompt, Ready, RoomLine};
+use crate::protocol::{Command, Event, Prompt, Ready, Scan};
 
 /// Longest start of a process: it loads its model and connects.
 const START: Duration = Duration::from_secs(60);
@@ -21,71 +23,13 @@ const END: Duration = Duration::from_secs(10);
 /// The prefill process among the children; decode processes follow.
 const PREFILL: usize = 0;
 
-/// What one side said of a room.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Side {
-    /// How it ended there, and when that was heard.
-    pub(super) line: Option<(RoomLine, Instant)>,
-    pub(super) released: bool,
-}
-
-/// A room that was fed to both sides.
-#[derive(Clone, Debug)]
-pub(super) struct Run {
-    pub(super) plan: Plan,
-    /// Which decode process it went to.
-    pub(super) decode: usize,
-    pub(super) sender: Side,
-    pub(super) receiver: Side,
-    /// Granted pages, and tokens cached before them.
-    pub(super) granted: Option<(Vec<u32>, u32)>,
-    /// Chunks handed to the engine, and all there are.
-    pub(super) chunks: (usize, usize),
-    pub(super) text: Option<(Vec<u32>, String)>,
-}
-
-impl Run {
-    /// Done and released on both sides, and its text is there.
-    pub(super) fn is_complete(&self) -> bool {
-        let done = |side: &Side| side.is_done() && side.released;
-        done(&self.sender) && done(&self.receiver) && self.text.is_some()
-    }
-
-    /// The side that a child is of it.
-    const fn side(&mut self, child: usize) -> &mut Side {
-        if child == PREFILL { &mut self.sender } else { &mut self.receiver }
-    }
-
-    fn missing(&self) -> String {
-        let side = |name: &str, side: &Side| match &side.line {
-            None => format!("{name}'s end, "),
-            Some(_) if !side.released => format!("{name}'s release, "),
-            Some((line, _)) => match &line.cause {
-                Some(cause) => format!("(failed on {name}: {cause}), "),
-                None => String::new(),
-            },
-        };
-        let text = if self.text.is_none() { "the text" } else { "" };
-        side("prefill", &self.sender) + &side("decode", &self.receiver) + text
-    }
-}
-
-impl Side {
-    pub(super) fn is_done(&self) -> bool {
-        self.line.as_ref().is_some_and(|(line, _)| line.is_done())
-    }
-
-    /// The line of a room that failed here.
-    pub(super) fn failed(&self) -> Option<(&RoomLine, Instant)> {
-        self.line.as_ref().filter(|(line, _)| !line.is_done()).map(|(line, at)| (line, *at))
-    }
-}
-
 /// The processes, and the rooms they were fed.
 pub(super) struct Stage<'a> {
     args: &'a PairArgs,
     children: Vec<Child>,
     readys: Vec<Option<Ready>>,
+    /// What a scan that was asked for last has found.
+    scans: Vec<Option<Scan>>,
     /// Children that were killed here: their end is no surprise.
     killed: Vec<bool>,
     hears: Receiver<Said>,
@@ -97,8 +41,16 @@ impl<'a> Stage<'a> {
     /// Starts a prefill process and some decode processes that connect to it.
     pub(super) fn start(args: &'a PairArgs, decodes: usize) -> Result<Self> {
         let (heard, hears) = channel();
-        let (children, readys, killed, runs) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        let mut stage = Self { args, children, readys, killed, hears, heard, runs };
+        let mut stage = Self {
+            args,
+            children: Vec::new(),
+            readys: Vec::new(),
+            scans: Vec::new(),
+            killed: Vec::new(),
+            hears,
+            heard,
+            runs: Vec::new(),
+        };
         let pace = args.pace_ms().to_string();
         stage.add("prefill", "prefill", &["--listen", "127.0.0.1:0", "--pace-ms", &pace])?;
         for _ in 0..decodes {
@@ -109,8 +61,7 @@ impl<'a> Stage<'a> {
 
     /// Starts one more decode process; returns its number.
     pub(super) fn add_decode(&mut self) -> Result<usize> {
-        let listen = self.readys[PREFILL].as_ref().and_then(|ready| ready.listen);
-        let listen = listen.context("prefill does not listen")?.to_string();
+        let listen = self.prefill()?.listen.context("prefill does not listen")?.to_string();
         let number = self.children.len() - 1;
         let name = format!("decode-{number}");
         let max_new = self.args.max_new.to_string();
@@ -123,6 +74,7 @@ impl<'a> Stage<'a> {
         let args = self.child_args(number, name, own);
         self.children.push(Child::start(number, program, name, args, self.heard.clone())?);
         self.readys.push(None);
+        self.scans.push(None);
         self.killed.push(false);
         self.until(START, "it to be ready", |stage| stage.readys[number].is_some())
             .with_context(|| format!("starting {name}"))?;
@@ -137,25 +89,26 @@ impl<'a> Stage<'a> {
 
     fn child_args(&self, number: usize, name: &str, own: &[&str]) -> Vec<OsString> {
         let (pair, model) = (self.args, &self.args.model);
-        let io = clap::ValueEnum::to_possible_value(&pair.io);
-        let io = io.map_or(String::new(), |io| io.get_name().to_owned());
         let mut args: Vec<OsString> = own.iter().map(OsString::from).collect();
         let mut flag = |name: &str, value: OsString| args.extend([name.into(), value]);
         flag("--name", name.into());
-        flag("--io", io.into());
+        flag("--io", word(&pair.io));
+        flag("--zero-copy", word(&pair.zero_copy));
         flag("--lanes", pair.lanes.to_string().into());
         flag("--peer-silent-ms", pair.peer_silent_ms().to_string().into());
+        flag("--fence-after-ms", pair.fence_after_ms.to_string().into());
         flag("--seed", model.seed.to_string().into());
         flag("--pages", model.pages.to_string().into());
         flag("--page-tokens", model.page_tokens.to_string().into());
         flag("--chunk-tokens", model.chunk_tokens.to_string().into());
+        flag("--ballast-layers", pair.ballast_layers().to_string().into());
         if let Some(path) = &model.model {
             flag("--model", path.into());
         }
         if let Some(path) = &pair.secret_file {
             flag("--secret-file", path.into());
         }
-        if let Some(mut addr) = pair.metrics_addr {
+        if let Some(mut addr) = pair.metrics_addr() {
             if addr.port() != 0 {
                 addr.set_port(addr.port().wrapping_add(number as u16));
             }
@@ -171,25 +124,71 @@ impl<'a> Stage<'a> {
     /// Tells both sides of a room; returns its number among the runs.
     pub(super) fn feed(&mut self, plan: Plan, decode: usize) -> Result<usize> {
         let (room, prompt) = (plan.room, Prompt::Text(plan.prompt.clone()));
-        let run = Run {
-            plan,
-            decode,
-            sender: Side::default(),
-            receiver: Side::default(),
-            granted: None,
-            chunks: (0, 0),
-            text: None,
-        };
-        self.runs.push(run);
-        self.children[PREFILL].tell(&Command::Prefill { room, prompt: prompt.clone() })?;
+        self.children[PREFILL].tell(&Command::Prefill { room, prompt, hold: false })?;
+        self.feed_decode(plan, decode)
+    }
+
+    /// Tells both sides of a room of which prefill holds back all but the first chunk, and waits until it
+    /// has come so far.
+    pub(super) fn feed_held(&mut self, plan: Plan, decode: usize) -> Result<usize> {
+        let (room, prompt) = (plan.room, Prompt::Text(plan.prompt.clone()));
+        let run = self.feed_decode(plan, decode)?;
+        self.until(self.args.patience(), "a grant", |stage| stage.runs[run].granted.is_some())?;
+        self.children[PREFILL].tell(&Command::Prefill { room, prompt, hold: true })?;
+        self.until(self.args.patience(), "a first chunk", |stage| stage.runs[run].held)?;
+        Ok(run)
+    }
+
+    fn feed_decode(&mut self, plan: Plan, decode: usize) -> Result<usize> {
+        let (room, prompt) = (plan.room, Prompt::Text(plan.prompt.clone()));
+        self.runs.push(Run::new(plan, decode));
         self.children[decode + 1].tell(&Command::Decode { room, prompt, max_new: None })?;
         Ok(self.runs.len() - 1)
+    }
+
+    /// Has prefill hand in all chunks of rooms that it holds back, and waits until it has.
+    pub(super) fn resume(&mut self, runs: &[usize]) -> Result<()> {
+        self.resume_to_end(runs)?;
+        self.until(self.args.patience(), "all chunks to be handed in", |stage| {
+            runs.iter().all(|&run| {
+                let (chunk, of) = stage.runs[run].chunks;
+                of > 0 && chunk == of
+            })
+        })
+    }
+
+    /// Has prefill end rooms of which it has handed all chunks in.
+    pub(super) fn resume_to_end(&mut self, runs: &[usize]) -> Result<()> {
+        runs.iter().try_for_each(|&run| {
+            let room = self.runs[run].plan.room;
+            self.children[PREFILL].tell(&Command::Resume { room })
+        })
     }
 
     /// Has the decode side of a room give it up.
     pub(super) fn abort(&mut self, run: usize, reason: &str) -> Result<()> {
         let Run { plan: Plan { room, .. }, decode, .. } = self.runs[run];
         self.children[decode + 1].tell(&Command::Abort { room, reason: reason.to_owned() })
+    }
+
+    /// Has prefill give a room up.
+    pub(super) fn abort_on_prefill(&mut self, run: usize, reason: &str) -> Result<()> {
+        let room = self.runs[run].plan.room;
+        self.children[PREFILL].tell(&Command::Abort { room, reason: reason.to_owned() })
+    }
+
+    /// Has a decode process look through its pages.
+    pub(super) fn scan(&mut self, decode: usize) -> Result<Scan> {
+        let child = decode + 1;
+        self.scans[child] = None;
+        self.children[child].tell(&Command::Scan)?;
+        self.until(self.args.patience(), "a scan", |stage| stage.scans[child].is_some())?;
+        self.scans[child].context("no scan")
+    }
+
+    /// What prefill was when it was ready.
+    pub(super) fn prefill(&self) -> Result<&Ready> {
+        self.readys[PREFILL].as_ref().context("prefill is not ready")
     }
 
     /// Sends a signal to a decode process; returns when.
@@ -258,27 +257,33 @@ impl<'a> Stage<'a> {
         let runs = &mut self.runs;
         match event {
             Event::Ready(ready) => self.readys[child] = Some(ready),
-            Event::Granted { room, pages, cached_tokens } => {
-                newest(runs, room)?.granted = Some((pages, cached_tokens));
+            Event::Granted { room, pages, cached_tokens: cached, again } => {
+                let run = newest(runs, room)?;
+                run.granted = Some(Granted { pages, cached });
+                run.receiver.again = again;
             }
+            Event::Sourced { room, again, .. } => newest(runs, room)?.sender.again = again,
+            Event::Held { room } => newest(runs, room)?.held = true,
             Event::Chunk { room, chunk, of } => newest(runs, room)?.chunks = (chunk, of),
             Event::Room(line) => {
                 let run = newest(runs, line.room)?;
                 progress(&format!("room {} {} on {name}", line.room, line.verdict));
-                let doomed = run.plan.what == plan::What::Doomed;
-                let side = run.side(child);
+                let may_fail = run.plan.what.may_fail();
+                let side = run.side(child == PREFILL);
                 ensure!(side.line.is_none(), "room {} ended twice on {name}", line.room);
-                if let (Some(failure), false) = (&line.line, doomed) {
+                if let (Some(failure), false) = (&line.line, may_fail) {
                     bail!("a room that nothing was done to, on {name}: {failure}");
                 }
                 side.line = Some((line, Instant::now()));
             }
-            Event::Released { room, .. } => {
-                let side = newest(runs, room)?.side(child);
+            Event::Released { room, after_abort_us, overwritten, .. } => {
+                let side = newest(runs, room)?.side(child == PREFILL);
                 ensure!(side.line.is_some(), "room {room} was released on {name} before its end");
-                side.released = true;
+                let after_abort = after_abort_us.map(Duration::from_micros);
+                side.release = Some(Release { after_abort, overwritten });
             }
             Event::Text { room, tokens, text } => newest(runs, room)?.text = Some((tokens, text)),
+            Event::Scanned(scan) => self.scans[child] = Some(scan),
             Event::Peers { .. } => {}
             Event::Error { room, message } => match room {
                 Some(room) => bail!("{name}, room {room}: {message}"),
@@ -308,6 +313,11 @@ impl<'a> Stage<'a> {
         }
         Ok((self.runs, self.readys.into_iter().flatten().collect()))
     }
+}
+
+/// A value of a flag, as it is said on the command line.
+fn word(value: &impl ValueEnum) -> OsString {
+    value.to_possible_value().map_or_else(OsString::new, |value| value.get_name().into())
 }
 
 /// The newest run of a room id: the one before it has ended and been released.

@@ -87,6 +87,13 @@ impl PeerTask {
             End::Leave(reason) => {
                 writer.farewell(reader, reason.clone(), FAREWELL).await;
             }
+            // The worker ends before the control plane is shut down. Its last words, how its rooms
+            // ended, may still wait here.
+            End::WorkerGone => {
+                let reason = self.core.closing_reason();
+                let reason = reason.unwrap_or_else(|| "its worker has ended".to_owned());
+                writer.farewell(reader, reason, FAREWELL).await;
+            }
             // A session replaced before its welcome was written is told all the same: its dialer then
             // finds the one that is kept.
             End::Silent(_) | End::Replaced(_) => writer.write_now(),

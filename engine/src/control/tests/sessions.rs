@@ -159,13 +159,6 @@ async fn shutdown_sends_what_waits_says_goodbye_and_ends_every_task() {
     let silent = TcpStream::connect(a.addr()).await.unwrap();
     let (addr, core) = (a.addr(), Arc::clone(&a.control.core));
     // More than the kernel takes at once, so that much of it still waits here.
-    let row = |id| Message::Finished {
-        room: RoomId(id),
-        epoch: Epoch(1),
-        sent: Landed::default(),
-        aux: vec![7; 64 << 10].into(),
-        checksum: None,
-    };
     for id in 0..100 {
         a.outboxes[&b.incarnation].try_send(row(id)).unwrap();
     }
@@ -194,6 +187,34 @@ async fn shutdown_sends_what_waits_says_goodbye_and_ends_every_task() {
     eventually("the last task ends with the worker", || Arc::strong_count(&core) <= 2).await;
 }
 
+/// A message as large as they come often.
+fn row(id: u64) -> Message {
+    Message::Finished {
+        room: RoomId(id),
+        epoch: Epoch(1),
+        sent: Landed::default(),
+        aux: vec![7; 64 << 10].into(),
+        checksum: None,
+    }
+}
+
+#[tokio::test]
+async fn what_a_worker_said_last_is_sent_though_it_ends_before_the_sessions_do() {
+    let (mut a, mut b) = pair(local(), dialer()).await;
+    for id in 0..100 {
+        a.outboxes[&b.incarnation].try_send(row(id)).unwrap();
+    }
+    a.said = mpsc::channel(1).1;
+    // The peer speaks to a worker that is gone.
+    b.send(a.incarnation, message(1)).await;
+    for id in 0..100 {
+        assert_eq!(b.message().await, row(id));
+    }
+    let (peer, kind, causes) = b.gone().await;
+    assert_eq!((peer, kind), (a.incarnation, FailureKind::Shutdown));
+    assert_eq!(causes[1], "its worker has ended");
+}
+
 #[tokio::test]
 async fn a_shutdown_does_not_wait_for_a_worker_that_hears_nothing() {
     let (control, _, _said) = narrow();
@@ -219,6 +240,29 @@ fn narrow() -> (Control, mpsc::Sender<ToWorker>, mpsc::Receiver<ToWorker>) {
         peers: Arc::default(),
     };
     (Control::start(&Handle::current(), setup).unwrap(), tx, said)
+}
+
+#[tokio::test]
+async fn a_peer_that_is_given_up_does_not_count_as_connected_until_the_worker_has_heard() {
+    let a = Node::new(local());
+    let (addr, peer) = (a.addr(), a.incarnation);
+    let (control, tx, mut said) = narrow();
+    let connecting = async {
+        for _ in 0..=control.core.config.lanes {
+            said.recv().await.unwrap();
+        }
+    };
+    let (connected, ()) = tokio::join!(control.connect(addr), connecting);
+    assert_eq!(connected.unwrap(), peer);
+    // The worker is busy, and its mailbox full.
+    tx.try_send(ToWorker::PeerDown { peer }).unwrap();
+    a.control.shutdown("gone for good").await;
+    let health = || control.core.peers.get(peer).unwrap().health;
+    eventually("it is given up", || matches!(health(), PeerHealth::Gone { .. })).await;
+    let error = control.connect(addr).await.unwrap_err();
+    assert!(error.nobody_listens(), "{error}");
+    drop(said);
+    control.shutdown("done").await;
 }
 
 #[tokio::test]

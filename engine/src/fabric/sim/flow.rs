@@ -2,16 +2,13 @@
 
 use std::collections::VecDeque;
 
-use super::super::{Event, PeerIndex, Posting, RoomTag, WorkStatus};
+use super::super::{Event, PeerIndex, Posting, RoomTag};
 use super::lanes::{EndState, Wire};
 use super::memory;
 use super::world::{Note, Step, World};
 use crate::ids::Epoch;
 use crate::plan::Strip;
 use crate::wire::frame::{DataFrame, RejectReason};
-
-/// How long an unguarded write is tried on a lane that says nothing, in microseconds.
-const RETRY_US: u64 = 20_000;
 
 /// Guarded: parts that a stream holds before its sender has to wait.
 const STREAM_PARTS: usize = 3;
@@ -22,7 +19,7 @@ pub(super) struct Flow {
     /// Accepted, not begun.
     pub(super) waiting: VecDeque<Posting>,
     /// Begun and unanswered, in order.
-    flights: VecDeque<Flight>,
+    pub(super) flights: VecDeque<Flight>,
     begun: u64,
     /// Parts that are on the way, in order. A flight's parts are entered when they are read (guarded) or
     /// when it is begun (unguarded: they are read when they land).
@@ -31,26 +28,26 @@ pub(super) struct Flow {
     pub(super) acked: u64,
     pub(super) ack_limit: u64,
     transmit_due: bool,
-    arrive_due: bool,
+    pub(super) arrive_due: bool,
     /// Answers on their way back, in order; each has a step of its own.
-    answers: VecDeque<(u64, Option<RejectReason>)>,
+    pub(super) answers: VecDeque<(u64, Option<RejectReason>)>,
 }
 
 #[derive(Debug)]
-struct Flight {
-    seq: u64,
-    posting: Posting,
+pub(super) struct Flight {
+    pub(super) seq: u64,
+    pub(super) posting: Posting,
     source: Vec<Strip>,
     /// Said to have left, and when that will be said.
     sent: bool,
-    say_sent: SaySent,
+    pub(super) say_sent: SaySent,
     /// Guarded: bytes that have been read, and whether what is left is filler.
     read: u64,
     filler: Filler,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum SaySent {
+pub(super) enum SaySent {
     Begun,
     Landed,
     Answered,
@@ -240,8 +237,7 @@ impl World {
         } else {
             let to = self.wires[wire].ends[1 - end].engine;
             self.check_source(to, &frame);
-            // SAFETY: the strips come from the posting's pages, whose pool the world keeps.
-            unsafe { memory::gather(&strips) }
+            self.memory.gather(&strips)
         };
         let flow = &mut self.wires[wire].flows[end];
         flow.flights[at].read += len;
@@ -253,7 +249,7 @@ impl World {
     }
 
     /// A frame has left whole, said once in its life.
-    fn say_sent(&mut self, wire: usize, end: usize, at: usize) {
+    pub(super) fn say_sent(&mut self, wire: usize, end: usize, at: usize) {
         let engine = self.wires[wire].ends[end].engine;
         let flight = &mut self.wires[wire].flows[end].flights[at];
         if flight.filler != Filler::No || std::mem::replace(&mut flight.sent, true) {
@@ -278,7 +274,7 @@ impl World {
     }
 
     /// Reads the source of a part on the way.
-    fn read(&mut self, wire: usize, end: usize, at: usize) -> Vec<u8> {
+    pub(super) fn read(&mut self, wire: usize, end: usize, at: usize) -> Vec<u8> {
         let flow = &self.wires[wire].flows[end];
         let parcel = &flow.on_wire[at];
         let flight = flow.flights.iter().find(|flight| flight.seq == parcel.frame.seq);
@@ -286,168 +282,7 @@ impl World {
         let strips = memory::part(&flight.source, parcel.offset, parcel.len);
         let (to, frame) = (self.wires[wire].ends[1 - end].engine, parcel.frame);
         self.check_source(to, &frame);
-        // SAFETY: as of `read_part`.
-        unsafe { memory::gather(&strips) }
-    }
-
-    pub(super) fn arrive(&mut self, wire: usize, end: usize) {
-        self.wires[wire].flows[end].arrive_due = false;
-        let frozen = self.wires[wire].frozen_until_us.saturating_sub(self.now_us);
-        if frozen > 0 {
-            if !self.guarded && frozen > RETRY_US {
-                let cause = "transport retry counter exceeded";
-                self.later(RETRY_US, Step::Close { wire, end, cause });
-            }
-            self.wires[wire].flows[end].arrive_due = true;
-            return self.later(frozen, Step::Arrive { wire, end });
-        }
-        match self.wires[wire].ends[1 - end].state {
-            // It waits in the network until the other end is there.
-            EndState::Expected => return,
-            EndState::Down | EndState::Never => {
-                self.wires[wire].flows[end].on_wire.clear();
-                let delay = if self.guarded { 0 } else { self.dice.between(500, RETRY_US) };
-                let cause = "nothing is answered any more";
-                return self.later(delay, Step::Close { wire, end, cause });
-            }
-            EndState::Up | EndState::Closing => {}
-        }
-        if !self.guarded && self.fails(wire, end) {
-            return;
-        }
-        let bytes = match self.wires[wire].flows[end].on_wire.front_mut() {
-            None => return,
-            Some(parcel) => parcel.bytes.take(),
-        };
-        let bytes = bytes.unwrap_or_else(|| self.read(wire, end, 0));
-        let Some(mut parcel) = self.wires[wire].flows[end].on_wire.pop_front() else { return };
-        let to = self.wires[wire].ends[1 - end].engine;
-        if self.guarded {
-            parcel.bytes = Some(bytes);
-            self.wires[wire].ends[1 - end].stream.push_back(parcel);
-            self.absorb(wire, 1 - end);
-            self.wakes.push(to);
-        } else {
-            let strips = self.target_strips(to, &parcel.frame);
-            let strips = memory::part(&strips, parcel.offset, parcel.len);
-            // SAFETY: the strips come from the receiver's grant, whose pool the world keeps.
-            unsafe { memory::scatter(&strips, &bytes) };
-            if parcel.is_last() {
-                self.landed(wire, end, parcel.frame);
-            }
-        }
-        self.schedule_arrival(wire, end);
-    }
-
-    /// Unguarded: a frame has landed whole.
-    fn landed(&mut self, wire: usize, end: usize, frame: DataFrame) {
-        let to = self.wires[wire].ends[1 - end].engine;
-        let (id, seq, epoch) = (self.wires[wire].id, frame.seq, frame.epoch);
-        self.note(to, seq << 8 | 6, format_args!("{id:?} frame {seq} of epoch {epoch} has landed"));
-        self.tell(to, Note::Landed { wire, end: 1 - end, frame });
-        let flights = &self.wires[wire].flows[end].flights;
-        let landed = |flight: &Flight| flight.seq == seq && flight.say_sent == SaySent::Landed;
-        let at = flights.iter().position(landed);
-        if let (Some(at), EndState::Up) = (at, self.wires[wire].ends[end].state) {
-            self.say_sent(wire, end, at);
-        }
-        self.answer(wire, end, seq, None);
-    }
-
-    /// Sends an answer back to `end`, behind those before it.
-    pub(super) fn answer(
-        &mut self,
-        wire: usize,
-        end: usize,
-        seq: u64,
-        reject: Option<RejectReason>,
-    ) {
-        let delay = self.delay_us();
-        self.wires[wire].flows[end].answers.push_back((seq, reject));
-        self.later(delay, Step::Answer { wire, end });
-    }
-
-    pub(super) fn answered(&mut self, wire: usize, end: usize) {
-        let frozen = self.wires[wire].frozen_until_us;
-        if frozen > self.now_us {
-            return self.agenda.enter(frozen, Step::Answer { wire, end });
-        }
-        let Some((seq, reject)) = self.wires[wire].flows[end].answers.pop_front() else { return };
-        let receiver = &self.wires[wire].ends[1 - end];
-        let beyond = receiver.state == EndState::Down && seq > self.wires[wire].flows[end].ack_limit;
-        if self.wires[wire].ends[end].state != EndState::Up || beyond {
-            return;
-        }
-        let engine = self.wires[wire].ends[end].engine;
-        let number = self.wires[wire].ends[end].number;
-        if self.wires[wire].flows[end].flights.front().is_none_or(|flight| flight.seq != seq) {
-            return;
-        }
-        self.say_sent(wire, end, 0);
-        let flow = &mut self.wires[wire].flows[end];
-        let Some(flight) = flow.flights.pop_front() else { return };
-        flow.acked = seq;
-        let (tag, landed) = (flight.posting.tag, flight.posting.landed());
-        let event = match reject {
-            None => Event::Acked { tag, landed },
-            Some(reason) => Event::Rejected { tag, lane: number, reason },
-        };
-        self.tell(engine, Note::Event(event));
-    }
-
-    /// Whether the write that is next on a lane ends in an error, and what comes of that.
-    fn fails(&mut self, wire: usize, end: usize) -> bool {
-        let flow = &self.wires[wire].flows[end];
-        let Some(parcel) = flow.on_wire.front().filter(|parcel| parcel.is_first()) else {
-            return false;
-        };
-        if self.wires[wire].ends[end].state != EndState::Up {
-            return false;
-        }
-        let frame = parcel.frame;
-        let Some(flight) = flow.flights.iter().find(|flight| flight.seq == frame.seq) else {
-            return false;
-        };
-        let (tag, whole) = (flight.posting.tag, parcel.is_last());
-        let faults = self.faults;
-        let status = if self.dice.chance(faults.local_protection) {
-            WorkStatus::LocalProtection
-        } else if self.dice.chance(faults.remote_access) {
-            WorkStatus::RemoteAccess
-        } else if self.dice.chance(faults.receiver_not_ready) {
-            WorkStatus::RnrRetryExceeded
-        } else if self.dice.chance(faults.retry_exceeded) {
-            WorkStatus::RetryExceeded
-        } else {
-            return false;
-        };
-        let to = self.wires[wire].ends[1 - end].engine;
-        // Some of it may have landed; of a write whose answer was lost, all of it may have.
-        let lands = match status {
-            WorkStatus::RnrRetryExceeded => !whole && self.dice.chance(0.5),
-            WorkStatus::RetryExceeded => self.dice.chance(0.5),
-            _ => false,
-        };
-        if lands {
-            let bytes = self.read(wire, end, 0);
-            let strips = self.target_strips(to, &frame);
-            let strips = memory::part(&strips, 0, bytes.len() as u64);
-            // SAFETY: as of `arrive`.
-            unsafe { memory::scatter(&strips, &bytes) };
-            if whole {
-                self.tell(to, Note::Landed { wire, end: 1 - end, frame });
-            }
-        }
-        if let Some(kind) = status.blames_room() {
-            self.blame(to, frame.epoch, kind);
-        }
-        self.wires[wire].flows[end].on_wire.clear();
-        let culprit = status.blames_room().is_some().then_some((tag, status));
-        let (id, epoch) = (self.wires[wire].id, frame.epoch);
-        let engine = self.wires[wire].ends[end].engine;
-        self.note(engine, 7, format_args!("{id:?}: frame of epoch {epoch} ends in {status:?}"));
-        self.begin_close(wire, end, "completion with an error", culprit);
-        true
+        self.memory.gather(&strips)
     }
 
     /// Begins to let go of a room's sources: what is not begun is dropped.

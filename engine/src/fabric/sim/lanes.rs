@@ -144,9 +144,8 @@ impl World {
 
     /// Wires of two engines of which an end stands.
     pub(crate) fn standing(&self, engines: [usize; 2]) -> Vec<usize> {
-        let stands = |&wire: &usize| {
-            self.wires[wire].ends.iter().any(|end| end.state == EndState::Up)
-        };
+        let stands =
+            |&wire: &usize| self.wires[wire].ends.iter().any(|end| end.state == EndState::Up);
         self.wires_of(engines).filter(stands).collect()
     }
 
@@ -201,9 +200,7 @@ impl World {
         at.culprit = culprit;
         let (engine, id) = (at.engine, self.wires[wire].id);
         self.note(engine, 2, format_args!("lane {id:?} closes: {cause}"));
-        // Destroying a queue pair takes its time.
-        let longest = if self.dice.chance(0.3) { 5000 } else { 300 };
-        let delay = self.dice.between(5, longest);
+        let delay = self.dice.between(5, self.faults.reap_us);
         self.later(delay, Step::Reaped { wire, end });
     }
 

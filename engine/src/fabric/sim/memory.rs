@@ -1,5 +1,8 @@
 //! Leaf: the copies that a simulated NIC or kernel makes.
 
+use std::ops::Range;
+
+use crate::memory::Pool;
 use crate::plan::Strip;
 
 /// Bytes `offset..offset + len` of a list of strips, as strips.
@@ -21,33 +24,52 @@ pub(super) fn part(strips: &[Strip], mut offset: u64, mut len: u64) -> Vec<Strip
     part
 }
 
-/// Reads strips, one after the other.
-///
-/// # Safety
-/// They lie in pools that are alive, and nobody holds a reference into them.
-pub(super) unsafe fn gather(strips: &[Strip]) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(strips.iter().map(|strip| strip.bytes as usize).sum());
-    for strip in strips {
-        // SAFETY: the caller vouches for the strip; the borrow ends with the copy.
-        let source = unsafe {
-            std::slice::from_raw_parts(strip.addr as *const u8, strip.bytes as usize)
-        };
-        bytes.extend_from_slice(source);
-    }
-    bytes
+/// The pools of all engines: what a simulated NIC or kernel may read and write.
+#[derive(Debug, Default)]
+pub(super) struct Memory {
+    pools: Vec<(Range<u64>, Pool)>,
 }
 
-/// Writes strips, one after the other, with as many bytes as they have.
-///
-/// # Safety
-/// As of [`gather`]; `bytes` does not lie in a pool.
-pub(super) unsafe fn scatter(strips: &[Strip], mut bytes: &[u8]) {
-    for strip in strips {
-        let (now, later) = bytes.split_at((strip.bytes as usize).min(bytes.len()));
-        // SAFETY: the caller vouches for the strip, and it is at least as long as `now`.
-        unsafe {
-            std::ptr::copy_nonoverlapping(now.as_ptr(), strip.addr as *mut u8, now.len());
+impl Memory {
+    /// Takes a pool in, for good.
+    pub(super) fn add(&mut self, pool: Pool) {
+        // A pool that was allocated lies in one region.
+        if let Some((region, _)) = pool.locate(0, 0, 0) {
+            let first = region.as_ptr() as u64;
+            self.pools.push((first..first + region.len() as u64, pool));
         }
-        bytes = later;
+    }
+
+    /// A strip's memory.
+    fn at(&self, strip: &Strip) -> *mut u8 {
+        let end = strip.addr.saturating_add(strip.bytes);
+        let inside =
+            |(range, _): &(Range<u64>, Pool)| range.start <= strip.addr && end <= range.end;
+        assert!(self.pools.iter().any(inside), "{strip:?} lies in no pool");
+        strip.addr as *mut u8
+    }
+
+    /// Reads strips, one after the other.
+    pub(super) fn gather(&self, strips: &[Strip]) -> Vec<u8> {
+        let mut bytes = vec![0; strips.iter().map(|strip| strip.bytes as usize).sum()];
+        let mut to = bytes.as_mut_slice();
+        for strip in strips {
+            let (now, later) = to.split_at_mut(strip.bytes as usize);
+            // SAFETY: the strip was checked to lie in a pool, which is kept here and so alive; nobody
+            // holds a reference into it, and a simulation has one thread; `now` is as long, and ours.
+            unsafe { std::ptr::copy_nonoverlapping(self.at(strip), now.as_mut_ptr(), now.len()) };
+            to = later;
+        }
+        bytes
+    }
+
+    /// Writes strips, one after the other, with as many bytes as there are.
+    pub(super) fn scatter(&self, strips: &[Strip], mut bytes: &[u8]) {
+        for strip in strips {
+            let (now, later) = bytes.split_at((strip.bytes as usize).min(bytes.len()));
+            // SAFETY: as above; the strip is at least as long as `now`.
+            unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), self.at(strip), now.len()) };
+            bytes = later;
+        }
     }
 }

@@ -7,6 +7,7 @@
 //! keep the order of their frames and none other; each end of a lane goes down by itself, and until the
 //! receiving end has, what is on the way still lands.
 
+mod arrive;
 mod flow;
 mod lanes;
 mod memory;
@@ -18,7 +19,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 pub(crate) use self::lanes::{CloseAt, EndState};
-pub(crate) use self::world::{Target, World, WireFaults};
+pub(crate) use self::world::{Target, WireFaults, World};
 use super::{Event, Fabric, Gate, NewLane, PeerIndex, Posting, RoomTag};
 use crate::ids::{Epoch, LaneId};
 

@@ -140,8 +140,7 @@ impl World {
                     let text = format!("bytes of epoch {epoch} land after their release");
                     return self.violate(text);
                 }
-                // SAFETY: the strips come from the receiver's grant, whose pool the world keeps.
-                unsafe { memory::scatter(&strips, &bytes) };
+                self.memory.scatter(&strips, &bytes);
             }
         }
     }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::super::{Event, Gate, PeerIndex, RoomTag};
 use super::lanes::{EndState, Wire};
+use super::memory::Memory;
 use crate::failure::{FailureKind, Landed};
 use crate::ids::Epoch;
 use crate::memory::{PageMap, PageSlice, Pool};
@@ -19,6 +20,8 @@ use crate::wire::frame::{DataFrame, RejectReason};
 pub(crate) struct WireFaults {
     /// Longest usual delay of a step on a lane, in microseconds.
     pub(crate) delay_us: u64,
+    /// Longest time that closing an end takes, in microseconds.
+    pub(crate) reap_us: u64,
     /// Steps that take a hundred times as long.
     pub(crate) slow: f32,
     /// Late copies of completions, of rooms that are over.
@@ -56,9 +59,16 @@ pub(super) enum Step {
 pub(super) enum Note {
     Event(Event),
     /// A write has landed; it is to be counted.
-    Landed { wire: usize, end: usize, frame: DataFrame },
+    Landed {
+        wire: usize,
+        end: usize,
+        frame: DataFrame,
+    },
     /// An end is down.
-    Down { wire: usize, end: usize },
+    Down {
+        wire: usize,
+        end: usize,
+    },
 }
 
 #[derive(Debug)]
@@ -69,8 +79,6 @@ pub(super) struct EngineWorld {
     pub(super) ends: Vec<(usize, usize)>,
     pub(super) retracting: Vec<(PeerIndex, RoomTag)>,
     pub(super) revoking: Vec<(PeerIndex, u32, Epoch)>,
-    /// Keeps the memory that addresses point at.
-    _pool: Pool,
 }
 
 /// Pages granted to a room, and how frames are laid out in them.
@@ -118,13 +126,14 @@ pub(crate) struct World {
     /// Lane ends that went down with writes unanswered, by both engines.
     pub(crate) lossy_downs: BTreeMap<(usize, usize), u32>,
     pub(super) dice: Dice,
+    pub(super) memory: Memory,
     pub(super) agenda: Agenda<Step>,
     pub(super) engines: Vec<EngineWorld>,
     pub(super) wires: Vec<Wire>,
 }
 
 impl World {
-    pub(crate) const fn new(guarded: bool, faults: WireFaults, dice: Dice, trace: Trace) -> Self {
+    pub(crate) fn new(guarded: bool, faults: WireFaults, dice: Dice, trace: Trace) -> Self {
         Self {
             now_us: 0,
             guarded,
@@ -137,6 +146,7 @@ impl World {
             culprits: BTreeSet::new(),
             lossy_downs: BTreeMap::new(),
             dice,
+            memory: Memory::default(),
             agenda: Agenda::new(),
             engines: Vec::new(),
             wires: Vec::new(),
@@ -144,13 +154,13 @@ impl World {
     }
 
     pub(crate) fn add_engine(&mut self, pool: Pool) -> usize {
+        self.memory.add(pool);
         self.engines.push(EngineWorld {
             alive: true,
             notes: VecDeque::new(),
             ends: Vec::new(),
             retracting: Vec::new(),
             revoking: Vec::new(),
-            _pool: pool,
         });
         self.engines.len() - 1
     }

@@ -294,7 +294,6 @@ impl<D: Driver> Fabric for TcpFabric<D> {
 
     fn add_lane(&mut self, peer: PeerIndex, lane: NewLane) {
         let NewLane { id, number, link } = lane;
-        #[cfg_attr(not(feature = "sim"), expect(clippy::infallible_destructuring_match))]
         let (stream, leaves_host) = match link {
             Link::Tcp { stream, leaves_host } => (stream, leaves_host),
             #[cfg(feature = "sim")]

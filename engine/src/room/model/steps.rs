@@ -1,7 +1,9 @@
 //! What can happen next.
 
-use super::setup::{Channel, Setup, Ticks};
-use super::world::{Bound, End, FENCE_AT, Lane, Life, NOW, SendRoom, Turn, World, side};
+use super::setup::{Channel, Plan, Setup, Ticks};
+use super::world::{
+    Bound, End, FENCE_AT, Lane, Life, NOW, RecvRoom, SendRoom, Turn, Verdict, World, side,
+};
 use crate::ids::Role;
 use crate::room::receiver::ReceiverEvent;
 use crate::room::release::{Release, ReleaseEvent, ReleaseReaction};
@@ -55,64 +57,54 @@ impl Setup {
         0..self.plans.len() as u8
     }
 
-    /// Plans that come before this one and share something with it.
-    fn earlier(&self, plan: u8, shares: impl Fn(u8) -> bool) -> impl Iterator<Item = u8> {
-        (0..plan).filter(move |&earlier| shares(earlier))
-    }
-
     fn callers(&self, world: &World, steps: &mut Vec<Step>) {
-        let plan_at = |plan: u8| &self.plans[usize::from(plan)];
+        let known = |plan: u8| &self.plans[usize::from(plan)];
         for plan in self.plans() {
-            let (id, page, source) = (plan_at(plan).id, plan_at(plan).page, plan_at(plan).source);
-            let of_plan = |plan| world.witness.receivers.iter().position(|known| known.0 == plan);
-            // An id is free when its room has ended, a page when its room is released.
-            let ended = |earlier: u8| {
-                let life = of_plan(earlier).map(|life| life as Life);
-                life.is_some_and(|life| {
-                    world.receiving.iter().all(|room| room.life != life || !room.core.is_live())
-                })
+            let Plan { id, page, source, .. } = *known(plan);
+            let of_id = |&earlier: &u8| known(earlier).id == id;
+            // An id is free when its room has ended, pages when their room is released.
+            let life = |plan| world.witness.receivers.iter().position(|life| life.0 == plan);
+            let over_there = |earlier: u8| {
+                let live = |room: &RecvRoom| {
+                    life(earlier) == Some(usize::from(room.life)) && room.core.is_live()
+                };
+                life(earlier).is_some() && !world.receiving.iter().any(live)
             };
-            let can_grant = of_plan(plan).is_none()
+            let in_page = |&earlier: &u8| known(earlier).page == page;
+            let can_grant = life(plan).is_none()
                 && world.peer_of(Role::Receiver).is_some()
                 && world.owner(self, page).is_none()
-                && self
-                    .earlier(plan, |other| plan_at(other).page == page)
-                    .all(|p| of_plan(p).is_some())
-                && self.earlier(plan, |other| plan_at(other).id == id).all(ended);
+                && (0..plan).filter(in_page).all(|earlier| life(earlier).is_some())
+                && (0..plan).filter(of_id).all(over_there);
             if can_grant {
                 steps.push(Step::Grant { plan });
             }
-            let sender = |plan: u8| world.sending[usize::from(plan)].as_ref();
-            let opened = |plan: u8| {
-                world.witness.senders[usize::from(plan)].0 != super::world::Verdict::Unborn
-            };
-            let over =
-                |plan: u8| opened(plan) && sender(plan).is_none_or(|room| !room.core.is_live());
+            let opened = |plan: u8| world.witness.senders[usize::from(plan)].0 != Verdict::Unborn;
+            let room = |plan: u8| world.sending[usize::from(plan)].as_ref();
+            let live = |plan: u8| room(plan).is_some_and(|room| room.core.is_live());
+            let of_source = |&earlier: &u8| known(earlier).source == source;
             let can_open = !opened(plan)
-                && self.earlier(plan, |other| plan_at(other).id == id).all(over)
-                && self
-                    .earlier(plan, |other| plan_at(other).source == source)
-                    .all(|p| opened(p) && sender(p).is_none());
+                && (0..plan).filter(of_id).all(|earlier| opened(earlier) && !live(earlier))
+                && (0..plan).filter(of_source).all(|p| opened(p) && room(p).is_none());
             if can_open {
                 steps.push(Step::Open { plan });
             }
-            let Some(room) = sender(plan) else { continue };
-            let live = room.core.is_live();
-            if self.fine && live && room.bound.is_some() && !room.finish_asked {
+            let may_finish = |room: &SendRoom| room.bound.is_some() && !room.finish_asked;
+            if self.fine && live(plan) && room(plan).is_some_and(may_finish) {
                 steps.push(Step::Finish { plan });
             }
-            if live && world.faults.aborts > 0 {
+            if live(plan) && world.faults.aborts > 0 {
                 steps.push(Step::AbortSender { plan });
             }
         }
-        for room in &world.receiving {
-            let mut core = room.core.clone();
+        for RecvRoom { life, core, .. } in &world.receiving {
             if core.is_live() && world.faults.aborts > 0 {
-                steps.push(Step::AbortReceiver { life: room.life });
+                steps.push(Step::AbortReceiver { life: *life });
             }
-            core.on(NOW, ReceiverEvent::Verified);
-            if core != room.core {
-                steps.push(Step::Verified { life: room.life });
+            let mut verified = core.clone();
+            verified.on(NOW, ReceiverEvent::Verified);
+            if verified != *core {
+                steps.push(Step::Verified { life: *life });
             }
         }
     }
@@ -169,18 +161,13 @@ impl Setup {
                 // A write that nobody answers ends its lane.
                 let unanswered =
                     role == Role::Sender && decode == End::Down && !lane.ledger.is_empty();
-                match lane.ends[side(role)] {
-                    End::Up { .. } if unanswered => {
-                        steps.push(Step::LaneDown { role, lane: at, fault: false });
-                    }
-                    End::Closing { .. } => {
-                        steps.push(Step::LaneDown { role, lane: at, fault: false });
-                    }
-                    End::Up { .. } if world.faults.lanes > 0 => {
-                        steps.push(Step::LaneDown { role, lane: at, fault: true });
-                    }
-                    _ => {}
-                }
+                let fault = match lane.ends[side(role)] {
+                    End::Up { .. } if unanswered => false,
+                    End::Closing { .. } => false,
+                    End::Up { .. } if world.faults.lanes > 0 => true,
+                    _ => continue,
+                };
+                steps.push(Step::LaneDown { role, lane: at, fault });
             }
         }
     }
@@ -203,9 +190,8 @@ impl Setup {
             }
             let there = world.engines[side(role.other())].incarnation;
             for (at, peer) in engine.peers.iter().enumerate().filter(|(_, peer)| !peer.gone) {
-                let peer_is_new = peer.incarnation != there;
-                let fault = !peer_is_new;
-                if peer_is_new || world.faults.give_ups > 0 {
+                let fault = peer.incarnation == there;
+                if !fault || world.faults.give_ups > 0 {
                     steps.push(Step::PeerGone { role, peer: at as u8, fault });
                 }
             }

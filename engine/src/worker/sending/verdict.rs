@@ -311,7 +311,9 @@ impl<F: Fabric> Worker<F> {
                 if let Some(known) = self.peers.get_mut(peer) {
                     known.returned.retain(|posting| posting.tag != tag);
                     // Its slot will be another room's, of another peer perhaps.
-                    known.ready.retain(|&other| other != slot);
+                    known.ready.retain(|&other| {
+                        other != slot || mutations::is(Mutation::EndedStaysReady)
+                    });
                 }
                 self.timers.set(fence_at, Timer::SendFence { slot, generation });
                 self.fabric.retract(peer, tag);
