@@ -52,6 +52,7 @@ mod room;
 #[cfg(feature = "sim")]
 #[doc(hidden)]
 pub mod sim;
+mod sync;
 mod wire;
 mod worker;
 

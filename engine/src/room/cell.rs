@@ -1,15 +1,17 @@
 //! What a room's handle and the worker share. The worker writes, handles read; reading never waits.
 
+#[cfg(all(test, kvferry_loom))]
+mod loom_tests;
+
 use std::sync::Arc;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::AtomicU32 as Count;
 
 use bytes::Bytes;
-use tokio::sync::Notify;
 
 use crate::failure::{Failure, Landed};
 use crate::ids::{Epoch, Incarnation, Role, RoomId, RoomState};
 use crate::memory::PoolId;
+use crate::sync::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Notify, OnceLock, Ordering, fence};
 
 /// See the module.
 #[derive(Debug)]
@@ -20,6 +22,7 @@ pub(crate) struct RoomCell {
     pub(crate) slot: AtomicU32,
     /// Chunks handed in that are not wholly posted.
     pub(crate) queued_chunks: AtomicU32,
+    /// Until the verdict is there, which is the end.
     state: AtomicU8,
     /// Nothing is read from or placed in the room's pages any more.
     released: AtomicBool,
@@ -39,7 +42,9 @@ pub(crate) struct RoomCell {
     /// Its handle was dropped: nobody can ask for it any more, and its id may be used again.
     given_up: AtomicBool,
     /// The engine's count of rooms that are not released.
-    unreleased: Arc<AtomicU32>,
+    unreleased: Arc<Count>,
+    /// Whether this room is counted there.
+    counted: AtomicBool,
 }
 
 /// What a room learns when both sides are known to each other.
@@ -72,12 +77,7 @@ pub(crate) const NO_SLOT: u32 = u32::MAX;
 
 impl RoomCell {
     /// A room that was counted in `unreleased` and is until it is released.
-    pub(crate) fn new(
-        room: RoomId,
-        role: Role,
-        now_us: u64,
-        unreleased: &Arc<AtomicU32>,
-    ) -> Arc<Self> {
+    pub(crate) fn new(room: RoomId, role: Role, now_us: u64, unreleased: &Arc<Count>) -> Arc<Self> {
         Arc::new(Self {
             room,
             role,
@@ -99,6 +99,7 @@ impl RoomCell {
             wants_room: AtomicBool::new(false),
             given_up: AtomicBool::new(false),
             unreleased: Arc::clone(unreleased),
+            counted: AtomicBool::new(true),
         })
     }
 
@@ -162,7 +163,10 @@ impl RoomCell {
     /// As [`RoomCell::wait_for`], for room in the chunk queue: asks the worker to say so.
     pub(crate) async fn wait_for_room<T>(&self, ready: impl Fn(&Self) -> Option<T>) -> T {
         self.wait_for(|cell| {
-            cell.wants_room.store(true, Ordering::SeqCst);
+            cell.wants_room.store(true, Ordering::Relaxed);
+            // Pairs with the fence in `chunk_dropped`: either `ready` sees that a chunk was dropped, or
+            // the worker sees that somebody waits for it.
+            fence(Ordering::SeqCst);
             ready(cell)
         })
         .await
@@ -193,9 +197,10 @@ impl RoomCell {
         }
     }
 
-    /// Shows the state that the room's core is in; the core only moves forward.
+    /// Shows the state that the room's core is in; the core only moves forward. An end is not shown: its
+    /// verdict does that.
     pub(crate) fn advance(&self, state: RoomState) {
-        if self.state.load(Ordering::Relaxed) != state as u8 {
+        if !state.is_terminal() && self.state.load(Ordering::Relaxed) != state as u8 {
             self.state.store(state as u8, Ordering::Release);
             self.changed.notify_waiters();
         }
@@ -217,8 +222,10 @@ impl RoomCell {
 
     /// A chunk waits no longer, posted or not.
     pub(crate) fn chunk_dropped(&self) {
-        self.queued_chunks.fetch_sub(1, Ordering::SeqCst);
-        if self.wants_room.load(Ordering::SeqCst) && self.wants_room.swap(false, Ordering::SeqCst) {
+        self.queued_chunks.fetch_sub(1, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        if self.wants_room.load(Ordering::Relaxed) && self.wants_room.swap(false, Ordering::Relaxed)
+        {
             self.changed.notify_waiters();
         }
     }
@@ -229,16 +236,17 @@ impl RoomCell {
 
     /// Ends the room. Only the first verdict counts.
     pub(crate) fn end(&self, verdict: Result<(), Failure>, now_us: u64) {
-        let state = if verdict.is_ok() { RoomState::Success } else { RoomState::Failed };
         let _ = self.ended_us.compare_exchange(NEVER, now_us, Ordering::Relaxed, Ordering::Relaxed);
         if self.verdict.set(verdict).is_ok() {
-            self.advance(state);
+            self.changed.notify_waiters();
         }
     }
 
     pub(crate) fn release(&self) {
-        if !self.released.swap(true, Ordering::AcqRel) {
+        if self.counted.swap(false, Ordering::Relaxed) {
+            // Counted out first: whoever sees the release may open another room in its place.
             self.unreleased.fetch_sub(1, Ordering::Relaxed);
+            self.released.store(true, Ordering::Release);
             self.changed.notify_waiters();
         }
     }

@@ -227,7 +227,7 @@ fn words_in_any_order_and_any_number_break_no_promise_of_a_guarded_fabric() {
 }
 
 #[test]
-#[ignore = "a quarter of an hour on two cores: more faults at once than the other searches have"]
+#[ignore = "a quarter of an hour on two cores, optimised: more faults at once than the other searches have"]
 fn more_faults_at_once() {
     let faults = Faults { aborts: 1, lanes: 1, sessions: 1, ..NONE };
     let more = Setup { faults, spare_lanes: 1, ..REUSE };

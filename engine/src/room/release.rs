@@ -66,6 +66,14 @@ impl Release {
         Self { phase: Phase::Live }
     }
 
+    pub(crate) const fn is_live(&self) -> bool {
+        matches!(self.phase, Phase::Live)
+    }
+
+    pub(crate) const fn is_quiet(&self) -> bool {
+        matches!(self.phase, Phase::Quiet)
+    }
+
     pub(crate) fn on(&mut self, now: Micros, event: ReleaseEvent) -> ReleaseReaction {
         use ReleaseEvent as Event;
         match (&mut self.phase, event) {

@@ -16,8 +16,9 @@ use crate::ids::{Epoch, Micros, RoomState};
 use crate::mutations::{self, Mutation};
 
 /// How long a sender that wants out waits for the receiver's verdict. A message there and back takes
-/// microseconds to milliseconds; a peer that takes longer is on its way to being lost anyway.
-pub(crate) const VERDICT_WAIT_MS: u64 = 1000;
+/// microseconds to milliseconds; a peer that takes longer is on its way to being lost anyway, and whoever
+/// wants out wants the pages back, for which the default limit is the same (`fence_after_ms`).
+pub(crate) const VERDICT_WAIT_MS: u64 = 500;
 
 /// See the module.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

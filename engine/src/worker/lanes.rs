@@ -211,7 +211,11 @@ impl<F: Fabric> Worker<F> {
 
     /// Does what a room's release asks for; says whether its pages are quiet.
     pub(super) fn react_release(&mut self, peer: PeerIndex, reaction: ReleaseReaction) -> bool {
-        if reaction == ReleaseReaction::Fence {
+        if reaction == ReleaseReaction::Fence
+            && let Some(known) = self.peers.get_mut(peer)
+            && known.fenced_before < known.links.next_serial()
+        {
+            known.fenced_before = known.links.next_serial();
             self.stats.fences += 1;
             let cause = "fenced: the peer did not let go of the pages of a room that had ended";
             self.fabric.close_peer(peer, cause);

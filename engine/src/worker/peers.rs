@@ -42,6 +42,8 @@ pub(super) struct Peer {
     pub(super) returned: VecDeque<Posting>,
     /// Its lanes, and what went down with those that are gone.
     pub(super) links: Links<LostFrame>,
+    /// Every lane with a lower serial number has been closed for the pages of a room.
+    pub(super) fenced_before: u64,
     /// Of epochs up to this, granted to this engine, it is not known what lanes may still carry: they are
     /// from before the peer was given up.
     pub(super) forgotten: Option<Epoch>,
@@ -55,7 +57,10 @@ pub(super) struct Peer {
 
 /// A frame that went down with a lane.
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "few at a time; a box would be an allocation a frame")]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "few at a time; a box would be an allocation a frame"
+)]
 pub(super) enum LostFrame {
     /// Of a room that stands or is not released.
     Standing(Posting),
@@ -110,6 +115,7 @@ impl Peer {
             ready: VecDeque::new(),
             returned: VecDeque::new(),
             links: Links::new(before.is_some()),
+            fenced_before: 0,
             forgotten: before,
             latest: before.unwrap_or(Epoch(0)),
             draining: false,

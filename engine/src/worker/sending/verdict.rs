@@ -216,8 +216,10 @@ impl<F: Fabric> Worker<F> {
                     };
                     self.peers.tell(bound.peer, message);
                 }
+                let peer = room.bound.as_ref().map(|bound| bound.peer);
                 let generation = self.sending.rooms.generation(slot);
                 self.timers.set(deadline, Timer::Send { slot, generation });
+                self.quiet_source(now, RoomTag { slot, generation }, peer);
             }
             SenderReaction::Done => {
                 if let Some(bound) = &room.bound
@@ -301,28 +303,33 @@ impl<F: Fabric> Worker<F> {
         let peer = room.bound.as_ref().map(|bound| bound.peer);
         self.tell_ended(cell);
         let tag = RoomTag { slot, generation };
-        let fence_at = now.after_ms(self.limits.fence_after_ms);
-        if let Some(room) = self.sending.rooms.get_mut(slot) {
-            room.release.on(now, ReleaseEvent::Ended { peer: PeerWrites::Over, fence_at });
-            room.ready = false;
+        self.quiet_source(now, tag, peer);
+        self.leave_if_over(tag);
+    }
+
+    /// Nothing of the room is posted any more: its pages are asked back from the fabric. Once a room; one
+    /// that waits for its verdict after a fault has no use for them either.
+    fn quiet_source(&mut self, now: Micros, tag: RoomTag, peer: Option<PeerIndex>) {
+        let RoomTag { slot, generation } = tag;
+        let Some(room) = self.sending.rooms.get_exact(slot, generation) else { return };
+        if !room.release.is_live() {
+            return;
         }
-        match peer {
-            Some(peer) => {
-                if let Some(known) = self.peers.get_mut(peer) {
-                    known.returned.retain(|posting| posting.tag != tag);
-                    // Its slot will be another room's, of another peer perhaps.
-                    known.ready.retain(|&other| {
-                        other != slot || mutations::is(Mutation::EndedStaysReady)
-                    });
-                }
-                self.timers.set(fence_at, Timer::SendFence { slot, generation });
-                self.fabric.retract(peer, tag);
-                if mutations::is(Mutation::ReleaseSourceEarly) {
-                    self.source_quiet(now, tag);
-                }
-            }
-            // Never granted, so nothing of it was ever given to a lane.
-            None => self.source_quiet(now, tag),
+        let fence_at = now.after_ms(self.limits.fence_after_ms);
+        room.release.on(now, ReleaseEvent::Ended { peer: PeerWrites::Over, fence_at });
+        room.ready = false;
+        // Never granted, so nothing of it was ever given to a lane.
+        let Some(peer) = peer else { return self.source_quiet(now, tag) };
+        if let Some(known) = self.peers.get_mut(peer) {
+            known.returned.retain(|posting| posting.tag != tag);
+            // Its slot will be another room's, of another peer perhaps.
+            let stays = mutations::is(Mutation::EndedStaysReady);
+            known.ready.retain(|&other| other != slot || stays);
+        }
+        self.timers.set(fence_at, Timer::SendFence { slot, generation });
+        self.fabric.retract(peer, tag);
+        if mutations::is(Mutation::ReleaseSourceEarly) {
+            self.source_quiet(now, tag);
         }
     }
 
@@ -337,7 +344,15 @@ impl<F: Fabric> Worker<F> {
     /// The fabric reads the room's pages no more.
     pub(in crate::worker) fn source_quiet(&mut self, now: Micros, tag: RoomTag) {
         let Some(room) = self.sending.rooms.get_exact(tag.slot, tag.generation) else { return };
-        if room.release.on(now, ReleaseEvent::QuietHere) != ReleaseReaction::Quiet {
+        if room.release.on(now, ReleaseEvent::QuietHere) == ReleaseReaction::Quiet {
+            self.leave_if_over(tag);
+        }
+    }
+
+    /// Releases a room that has ended and whose pages are quiet.
+    fn leave_if_over(&mut self, tag: RoomTag) {
+        let Some(room) = self.sending.rooms.get_exact(tag.slot, tag.generation) else { return };
+        if room.core.is_live() || !room.release.is_quiet() {
             return;
         }
         let Some(room) = self.sending.rooms.remove(tag.slot) else { return };
