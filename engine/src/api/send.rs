@@ -242,9 +242,17 @@ impl SendRoom {
             return Err(WriteError::Finished);
         }
         let queued = &self.core.cell.queued_chunks;
-        if queued.fetch_add(1, Ordering::SeqCst) >= shared.config.max_queued_chunks {
+        let waiting = queued.fetch_add(1, Ordering::SeqCst);
+        if waiting >= shared.config.max_queued_chunks {
             queued.fetch_sub(1, Ordering::SeqCst);
             return Err(WriteError::Full);
+        }
+        // Those that wait are counted before those that were posted: one that moves meanwhile counts twice.
+        let chunks = u64::from(waiting) + self.core.cell.chunks();
+        let summed = self.core.cell.bound().is_some_and(|bound| bound.checksum);
+        if summed && chunks >= CHECKSUM_EXTENTS_MAX as u64 {
+            queued.fetch_sub(1, Ordering::SeqCst);
+            return Err(WriteError::TooManyChunks);
         }
         let cell = Arc::clone(&self.core.cell);
         shared.submit(Submission::Write { cell, chunk }).inspect_err(|_| {
@@ -378,11 +386,6 @@ impl SendRoom {
         let page_writes = rows * chunk.src.len() as u64;
         if page_writes > u64::from(u32::MAX) {
             return Err(WriteError::TooLarge(page_writes));
-        }
-        let chunks = self.core.cell.chunks()
-            + u64::from(self.core.cell.queued_chunks.load(Ordering::Relaxed));
-        if bound.checksum && chunks >= CHECKSUM_EXTENTS_MAX as u64 {
-            return Err(WriteError::TooManyChunks);
         }
         if chunk.src.is_empty() {
             return Ok(None);

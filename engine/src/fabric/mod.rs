@@ -54,6 +54,8 @@ pub(crate) struct Posting {
     pub(crate) tag: RoomTag,
     /// It had left whole on a lane that went down: its room may have been said to be finished.
     pub(crate) again: bool,
+    /// Lanes that went down with it.
+    pub(crate) tries: u32,
     /// The sequence number is the lane's to fill in.
     pub(crate) frame: DataFrame,
     pub(crate) runs: Runs,
@@ -155,7 +157,7 @@ pub(crate) trait Fabric {
 
     /// Adopts a connected lane. On a fabric that is not guarded, whoever sets lanes up tells the peer of one
     /// over the session and after this, so that a peer that can write through it has heard of every
-    /// revocation before. A lane whose writes are never answered must go down by itself.
+    /// revocation before; and a lane whose writes are never answered goes down by itself.
     fn add_lane(&mut self, peer: PeerIndex, lane: NewLane);
 
     /// Begins to close a lane; [`Event::LaneDown`] follows. Nothing is read from or placed in pages
@@ -171,8 +173,13 @@ pub(crate) trait Fabric {
     /// Queues a frame on the lane of the peer that has the most room. Only after [`Fabric::has_room`].
     fn post(&mut self, peer: PeerIndex, posting: Posting);
 
-    /// Stops reading from the pages of a room with a peer; [`Event::SourceQuiet`] follows.
-    fn retract(&mut self, peer: PeerIndex, tag: RoomTag);
+    /// Closes the lanes of a peer through which pages could be touched that were to be quiet by now: a
+    /// room's sources, or what the peer may write. Says how many.
+    fn fence(&mut self, peer: PeerIndex, source: Option<RoomTag>, cause: &str) -> usize;
+
+    /// Stops reading from the pages of a room with a peer; [`Event::SourceQuiet`] follows. Of a room that is
+    /// `done` everything has landed: what is still being sent of it does not matter.
+    fn retract(&mut self, peer: PeerIndex, tag: RoomTag, done: bool);
 
     /// Stops placing in the pages of a room with a peer; [`Event::TargetQuiet`] follows. The gate must
     /// refuse the room from now on.

@@ -80,7 +80,7 @@ mod tests {
         let mut plain = Vec::new();
         for page in pages {
             let (region, at) = pool.locate(0, 0, page).unwrap();
-            let content: Vec<u8> = (0..40_000u32).map(|i| (i * (page + 1) >> 3) as u8).collect();
+            let content: Vec<u8> = (0..40_000u32).map(|i| ((i * (page + 1)) >> 3) as u8).collect();
             region.write_at(at, &content).unwrap();
             plain.extend(content);
         }

@@ -32,7 +32,7 @@ pub(crate) struct NeverPosted {
 
 impl<T> Ledger<T> {
     pub(crate) fn new(capacity: usize) -> Self {
-        Self { entries: VecDeque::with_capacity(capacity), first: 1, capacity }
+        Self { entries: VecDeque::new(), first: 1, capacity }
     }
 
     /// How many more can be posted before an acknowledgement is needed.

@@ -34,8 +34,8 @@ pub(crate) struct Links<T> {
     next_serial: u64,
     /// Frames of lanes that are down, until the peer says what it counted.
     lost: BTreeMap<LaneId, Vec<(u64, T)>>,
-    /// What was counted here, for a peer that asks. `None`: a lane that was asked about before it was
-    /// up; it may not come up any more.
+    /// What was counted here, for a peer that asks: nothing on a lane that was asked about before it was
+    /// up. Neither may come up any more.
     tallies: VecDeque<(LaneId, Tally)>,
     /// Whether tallies have been dropped.
     forgot: bool,
@@ -106,7 +106,8 @@ impl<T> Links<T> {
     /// Lanes below this serial number are down.
     pub(crate) fn down_before(&self) -> u64 {
         let serials = self.standing.values().map(|lane| lane.serial);
-        let first = if mutations::is(Mutation::DownTooSoon) { serials.max() } else { serials.min() };
+        let first =
+            if mutations::is(Mutation::DownTooSoon) { serials.max() } else { serials.min() };
         first.unwrap_or(self.next_serial)
     }
 
@@ -177,6 +178,11 @@ impl<T> Links<T> {
             fate(frame, became);
         }
         true
+    }
+
+    /// Whether a lane has been here and is down.
+    pub(crate) fn was_here(&self, lane: LaneId) -> bool {
+        self.tallies.iter().any(|(known, _)| *known == lane)
     }
 
     /// Every frame whose fate is not known.

@@ -80,6 +80,8 @@ impl<F: Fabric> Worker<F> {
                     self.peers.tell(peer, Message::LaneTally { lane, tally });
                 }
             }
+            // Once a session: an answer is longer than its question.
+            Asked::Answer(_) if !known.may_answer(lane) => self.stats.late_events += 1,
             Asked::Answer(tally) => self.peers.tell(peer, Message::LaneTally { lane, tally }),
         }
     }
@@ -95,12 +97,12 @@ impl<F: Fabric> Worker<F> {
         let Some(known) = self.peers.get_mut(peer) else { return };
         let mut fates = Vec::new();
         if !known.links.told(lane, tally, |frame, fate| fates.push((frame, fate))) {
-            self.stats.late_events += 1;
+            // Nothing was lost with it, or it was answered before.
+            self.stats.late_events += u64::from(!known.links.was_here(lane));
             return;
         }
         let mut again: Vec<Posting> = Vec::new();
         let mut over: Vec<Epoch> = Vec::new();
-        let mut replayed: Vec<RoomTag> = Vec::new();
         for (frame, fate) in fates {
             let posting = match frame {
                 LostFrame::Standing(posting) => posting,
@@ -122,12 +124,12 @@ impl<F: Fabric> Worker<F> {
                 }
                 // The receiver's reason is on its way, or was here.
                 Fate::Rejected => self.rejected(now, tag, None, RejectReason::Revoked),
-                Fate::Again => {
-                    if !replayed.contains(&tag) {
-                        replayed.push(tag);
-                    }
-                    again.push(posting);
+                Fate::Again if posting.tries == REPLAYS_MAX => {
+                    let cause = format!("{REPLAYS_MAX} times a write of this room was sent again");
+                    let last = "and its lane went down each time".to_owned();
+                    self.suspect(now, tag, None, FailureKind::LaneLost, vec![cause, last]);
                 }
+                Fate::Again => again.push(Posting { tries: posting.tries + 1, ..posting }),
                 Fate::Unknown => {
                     let cause = "a lane went down with writes of this room under way, and the peer \
                                  does not know which of them it placed";
@@ -135,24 +137,11 @@ impl<F: Fabric> Worker<F> {
                 }
             }
         }
-        for tag in replayed {
-            self.count_replay(now, tag);
-        }
         for posting in again.into_iter().rev() {
             self.replay(peer, posting);
         }
         for epoch in over {
             self.say_drained(peer, epoch);
-        }
-    }
-
-    /// A room has lost a lane once more. One that loses lane after lane is at its end.
-    fn count_replay(&mut self, now: Micros, tag: RoomTag) {
-        let Some(room) = self.sending.rooms.get_exact(tag.slot, tag.generation) else { return };
-        room.lanes_lost += 1;
-        if room.lanes_lost > REPLAYS_MAX {
-            let cause = format!("{REPLAYS_MAX} lanes went down with writes of this room under way");
-            self.suspect(now, tag, None, FailureKind::LaneLost, vec![cause]);
         }
     }
 
@@ -210,15 +199,16 @@ impl<F: Fabric> Worker<F> {
     }
 
     /// Does what a room's release asks for; says whether its pages are quiet.
-    pub(super) fn react_release(&mut self, peer: PeerIndex, reaction: ReleaseReaction) -> bool {
-        if reaction == ReleaseReaction::Fence
-            && let Some(known) = self.peers.get_mut(peer)
-            && known.fenced_before < known.links.next_serial()
-        {
-            known.fenced_before = known.links.next_serial();
-            self.stats.fences += 1;
+    pub(super) fn react_release(
+        &mut self,
+        peer: PeerIndex,
+        source: Option<RoomTag>,
+        reaction: ReleaseReaction,
+    ) -> bool {
+        if reaction == ReleaseReaction::Fence {
             let cause = "fenced: the peer did not let go of the pages of a room that had ended";
-            self.fabric.close_peer(peer, cause);
+            let closed = self.fabric.fence(peer, source, cause);
+            self.stats.fences += u64::from(closed > 0);
         }
         reaction == ReleaseReaction::Quiet
     }

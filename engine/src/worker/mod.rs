@@ -91,6 +91,8 @@ pub(crate) struct Worker<F: Fabric> {
     draining: bool,
     stopping: bool,
     limits: Limits,
+    /// Bytes hashed for checksums in this turn.
+    hashed_bytes: u64,
     /// Largest payload of a frame that is more than one page write.
     frame_bytes: u64,
     stats: Stats,
@@ -136,6 +138,7 @@ impl<F: Fabric> Worker<F> {
             idle_waiters: Vec::new(),
             draining: false,
             stopping: false,
+            hashed_bytes: 0,
             frame_bytes: FRAME_BYTES,
             stats: Stats::default(),
             shared_stats,
@@ -497,7 +500,11 @@ impl<F: Fabric> Worker<F> {
         let sending = self.sending.rooms.iter().map(|(_, room)| Arc::clone(&room.cell));
         let receiving = self.receiving.rooms.iter().map(|(_, room)| Arc::clone(&room.cell));
         for cell in sending.chain(receiving).collect::<Vec<_>>() {
-            self.end_unstarted(now, &cell, FailureKind::Shutdown, cause);
+            self.end_only(now, &cell, FailureKind::Shutdown, cause);
+            // What the kernel still holds is never said to be quiet.
+            if closed {
+                cell.release();
+            }
         }
         self.flush();
         closed
@@ -505,10 +512,14 @@ impl<F: Fabric> Worker<F> {
 
     /// Ends a room outside its state machine: one that has no place in the tables.
     fn end_unstarted(&mut self, now: Micros, cell: &Arc<RoomCell>, kind: FailureKind, cause: &str) {
+        self.end_only(now, cell, kind, cause);
+        cell.release();
+    }
+
+    fn end_only(&mut self, now: Micros, cell: &Arc<RoomCell>, kind: FailureKind, cause: &str) {
         let failure = self.failure(cell, cell.role, kind, None, vec![cause.to_owned()]);
         cell.end(Err(failure), now.0);
         self.tell_ended(Arc::clone(cell));
-        cell.release();
     }
 
     /// Takes no more rooms of a peer, or of any.
@@ -543,6 +554,9 @@ impl<F: Fabric> Worker<F> {
 
     /// Answers those who wait for rooms to be over, and buries peers.
     fn after_release(&mut self) {
+        if !self.peers.any_gone() {
+            return self.answer_idle();
+        }
         let gone = |(index, peer): (PeerIndex, &Peer)| peer.gone.then_some(index);
         let gone: Vec<PeerIndex> = self.peers.iter().filter_map(gone).collect();
         for index in gone {

@@ -1,13 +1,13 @@
 //! The worker's view of its peers.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use tokio::sync::mpsc;
 
 use super::slots::Slots;
 use crate::fabric::{PeerIndex, Posting};
-use crate::ids::{Epoch, Incarnation, Micros};
+use crate::ids::{Epoch, Incarnation, LaneId, Micros};
 use crate::memory::{PageMap, Pairing};
 use crate::mutations::{self, Mutation};
 use crate::room::links::Links;
@@ -17,6 +17,9 @@ use crate::wire::message::Message;
 /// given up at this point: an honest one has a few messages a room under way.
 const BACKLOG_MAX: usize = 1 << 17;
 
+/// Questions about lanes that are answered in one session: more than lanes can go down in it, if the peer
+/// is to be worth having.
+const ANSWERS_MAX: usize = 1 << 14;
 /// Given-up peers remembered, two megabytes of them; past that, every new peer is taken for one that may
 /// have been known.
 const GIVEN_UP_MAX: usize = 1 << 16;
@@ -42,8 +45,8 @@ pub(super) struct Peer {
     pub(super) returned: VecDeque<Posting>,
     /// Its lanes, and what went down with those that are gone.
     pub(super) links: Links<LostFrame>,
-    /// Every lane with a lower serial number has been closed for the pages of a room.
-    pub(super) fenced_before: u64,
+    /// Lanes that it asked about in this session and was answered.
+    answered: HashSet<LaneId>,
     /// Of epochs up to this, granted to this engine, it is not known what lanes may still carry: they are
     /// from before the peer was given up.
     pub(super) forgotten: Option<Epoch>,
@@ -115,7 +118,7 @@ impl Peer {
             ready: VecDeque::new(),
             returned: VecDeque::new(),
             links: Links::new(before.is_some()),
-            fenced_before: 0,
+            answered: HashSet::new(),
             forgotten: before,
             latest: before.unwrap_or(Epoch(0)),
             draining: false,
@@ -133,6 +136,7 @@ impl Peer {
         self.outbox = Some(outbox);
         self.backlog.clear();
         self.session += 1;
+        self.answered.clear();
         self.session_since = now;
     }
 
@@ -140,6 +144,11 @@ impl Peer {
     pub(super) fn session_down(&mut self) {
         self.outbox = None;
         self.backlog.clear();
+    }
+
+    /// Whether a question about a lane is to be answered: the first in a session is.
+    pub(super) fn may_answer(&mut self, lane: LaneId) -> bool {
+        self.answered.len() < ANSWERS_MAX && self.answered.insert(lane)
     }
 
     pub(super) const fn has_session(&self) -> bool {
@@ -230,12 +239,21 @@ impl Peers {
             peer.returned.clear();
             peer.gone = true;
             self.by_incarnation.remove(&peer.incarnation);
+            // One that never had a lane or a grant left nothing to be remembered.
+            if peer.links.next_serial() == 0 && peer.latest == Epoch(0) {
+                return;
+            }
             if self.given_up.len() < GIVEN_UP_MAX {
                 self.given_up.insert(peer.incarnation, peer.latest);
             } else {
                 self.forgot_some = true;
             }
         }
+    }
+
+    /// Whether a peer that is given up still has its place.
+    pub(super) fn any_gone(&self) -> bool {
+        self.table.len() > self.by_incarnation.len()
     }
 
     pub(super) fn remove(&mut self, index: PeerIndex) {

@@ -76,6 +76,10 @@ impl<T> Slots<T> {
         self.iter().map(|(index, _)| index).collect()
     }
 
+    pub(super) fn len(&self) -> usize {
+        self.places.len() - self.free.len()
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.free.len() == self.places.len()
     }

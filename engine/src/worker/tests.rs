@@ -66,7 +66,12 @@ impl Fabric for Still {
         self.posted.push(posting);
     }
 
-    fn retract(&mut self, _: PeerIndex, tag: RoomTag) {
+    fn fence(&mut self, peer: PeerIndex, _: Option<RoomTag>, cause: &str) -> usize {
+        self.close_peer(peer, cause);
+        1
+    }
+
+    fn retract(&mut self, _: PeerIndex, tag: RoomTag, _: bool) {
         self.quiet(Event::SourceQuiet { tag });
     }
 
@@ -512,7 +517,7 @@ fn pages_that_are_not_quiet_in_time_are_fenced_off_on_both_sides() {
     bench.after_ms(499);
     assert!(bench.worker.fabric.closed.is_empty() && !sending.is_released());
     bench.after_ms(1);
-    assert_eq!(bench.worker.fabric.closed.len(), 1, "once for both rooms");
+    assert_eq!(bench.worker.fabric.closed.len(), 2, "once a room");
     assert!(bench.worker.fabric.closed[0].contains("fenced"));
     assert!(!sending.is_released() && !receiving.is_released(), "before the lanes are down");
     let waiting = std::mem::take(&mut bench.worker.fabric.waiting);
@@ -520,7 +525,7 @@ fn pages_that_are_not_quiet_in_time_are_fenced_off_on_both_sides() {
     bench.turn();
     assert!(sending.is_released() && receiving.is_released());
     bench.after_ms(10_000);
-    assert_eq!(bench.worker.fabric.closed.len(), 1, "fenced again");
+    assert_eq!(bench.worker.fabric.closed.len(), 2, "fenced again");
 }
 
 #[test]

@@ -33,8 +33,11 @@ impl Verify {
     }
 }
 
-/// Goes on with a room. `None`: there is more to read. `Err` is what is wrong.
-fn step(room: &mut RecvRoom, peers: &Peers) -> Option<Result<(), String>> {
+/// What is wrong with a checksum.
+type Wrong = (FailureKind, String);
+
+/// Goes on with a room. `None`: there is more to read.
+fn step(room: &mut RecvRoom, peers: &Peers) -> Option<Result<(), Wrong>> {
     let mut verify = room.verify.take()?;
     let verdict = verify.advance(room, peers);
     room.verify = Some(verify);
@@ -42,7 +45,7 @@ fn step(room: &mut RecvRoom, peers: &Peers) -> Option<Result<(), String>> {
 }
 
 impl Verify {
-    fn advance(&mut self, room: &RecvRoom, peers: &Peers) -> Option<Result<(), String>> {
+    fn advance(&mut self, room: &RecvRoom, peers: &Peers) -> Option<Result<(), Wrong>> {
         let mut budget = BYTES_PER_TURN;
         while budget > 0 {
             let Some(walk) = &mut self.walk else {
@@ -52,7 +55,10 @@ impl Verify {
                 self.at += 1;
                 match strips(room, peers, extent) {
                     Ok(strips) => self.walk = Some(Walk::new(strips)),
-                    Err(what) => return Some(Err(format!("a checksum of other pages: {what}"))),
+                    Err(what) => {
+                        let what = format!("a checksum of other pages: {what}");
+                        return Some(Err((FailureKind::ProtocolViolation, what)));
+                    }
                 }
                 continue;
             };
@@ -71,16 +77,18 @@ impl Verify {
         None
     }
 
-    fn judge(&self, landed_bytes: u64) -> Result<(), String> {
+    fn judge(&self, landed_bytes: u64) -> Result<(), Wrong> {
         let (sent, landed) = (self.sent.xxh3, self.hash.value());
         if self.bytes != landed_bytes {
             let bytes = self.bytes;
-            return Err(format!("a checksum of {bytes} bytes, of which {landed_bytes} landed"));
+            let what = format!("a checksum of {bytes} bytes or more, {landed_bytes} landed");
+            return Err((FailureKind::ProtocolViolation, what));
         }
         if sent == landed {
             return Ok(());
         }
-        Err(format!("the bytes sent have XXH3 {sent:016x}, those that landed {landed:016x}"))
+        let what = format!("the bytes sent have XXH3 {sent:016x}, those that landed {landed:016x}");
+        Err((FailureKind::ChecksumMismatch, what))
     }
 }
 
@@ -108,9 +116,8 @@ impl<F: Fabric> Worker<F> {
         match step(room, &self.peers) {
             None => self.receiving.verifying.push_back((slot, epoch)),
             Some(Ok(())) => self.step_receiver(now, slot, ReceiverEvent::Verified, Vec::new()),
-            Some(Err(what)) => {
-                let fault = ReceiverEvent::Fault(FailureKind::ChecksumMismatch);
-                self.step_receiver(now, slot, fault, vec![what]);
+            Some(Err((kind, what))) => {
+                self.step_receiver(now, slot, ReceiverEvent::Fault(kind), vec![what]);
             }
         }
         true

@@ -120,14 +120,17 @@ impl World {
         peer: PeerIndex,
         lane: Option<LaneId>,
         cause: &str,
-    ) {
+    ) -> usize {
+        let mut closed = 0;
         for (wire, end) in self.engines[engine].ends.clone() {
             let meant = self.wires[wire].ends[end].peer == peer
                 && lane.is_none_or(|lane| self.wires[wire].id == lane);
             if meant {
                 self.begin_close(wire, end, cause, None);
+                closed += 1;
             }
         }
+        closed
     }
 
     /// A fault takes a wire down.

@@ -71,7 +71,11 @@ impl Fabric for SimFabric {
         self.world.borrow_mut().post(self.engine, peer, posting);
     }
 
-    fn retract(&mut self, peer: PeerIndex, tag: RoomTag) {
+    fn fence(&mut self, peer: PeerIndex, _: Option<RoomTag>, cause: &str) -> usize {
+        self.world.borrow_mut().close_lanes(self.engine, peer, None, cause)
+    }
+
+    fn retract(&mut self, peer: PeerIndex, tag: RoomTag, _: bool) {
         self.world.borrow_mut().retract(self.engine, peer, tag);
     }
 

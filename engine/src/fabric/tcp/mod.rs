@@ -115,7 +115,9 @@ impl<D: Driver> TcpFabric<D> {
         if lane.transmit.holds_pages() {
             // A peer that does not acknowledge would hold zero-copy pages for minutes: disconnecting
             // sends a reset and empties the socket's queue.
-            let _ = rustix::net::connect_unspec(&lane.stream);
+            if let Err(error) = rustix::net::connect_unspec(&lane.stream) {
+                tracing::warn!(lane = lane.number, %error, "a lane's queue cannot be emptied");
+            }
         }
         if lane.receive.in_flight {
             self.driver.cancel(index, Direction::Receive, 0);
@@ -372,11 +374,21 @@ impl<D: Driver> Fabric for TcpFabric<D> {
         self.rouse(index);
     }
 
-    fn retract(&mut self, peer: PeerIndex, tag: RoomTag) {
+    fn fence(&mut self, peer: PeerIndex, source: Option<RoomTag>, cause: &str) -> usize {
+        let touches = |lane: &Lane| {
+            lane.closing.is_none() && source.is_none_or(|tag| lane.transmit.reads(tag))
+        };
+        let lanes: Vec<u32> =
+            self.lanes_of(peer).filter(|(_, lane)| touches(lane)).map(|(index, _)| index).collect();
+        lanes.iter().for_each(|&index| self.close_index(index, cause));
+        lanes.len()
+    }
+
+    fn retract(&mut self, peer: PeerIndex, tag: RoomTag, done: bool) {
         for at in 0..self.by_peer.get(peer.0 as usize).map_or(0, Vec::len) {
             let index = self.by_peer[peer.0 as usize][at];
             let Some(lane) = self.lanes[index as usize].as_mut() else { continue };
-            match lane.transmit.retract(tag) {
+            match lane.transmit.retract(tag, done) {
                 Retracted::Nothing => {}
                 Retracted::Cancel => {
                     if let Some((direction, ticket)) = lane.transmit.cancel() {

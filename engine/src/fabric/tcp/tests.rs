@@ -180,6 +180,7 @@ impl<D: Driver> Bench<D> {
             Posting {
                 tag: tag(slot),
                 again: false,
+                tries: 0,
                 frame,
                 runs: Runs::new(strips(), strips()).unwrap(),
             },
@@ -305,7 +306,7 @@ each_driver! {
             link.poll_tx();
             std::thread::sleep(Duration::from_millis(1));
         }
-        link.tx.retract(PEER, tag(3));
+        link.tx.retract(PEER, tag(3), false);
         let deadline = Instant::now() + PATIENCE;
         while !link.sent.iter().any(|event| matches!(event, Event::SourceQuiet { .. })) {
             link.poll_tx();
@@ -332,7 +333,7 @@ each_driver! {
         link.allow(3, &to, &[1]);
         link.allow(4, &to, &[2]);
         link.post(3, &from, &[0]);
-        link.tx.retract(PEER, tag(3));
+        link.tx.retract(PEER, tag(3), false);
         link.post(4, &from, &[0]);
         link.until("the next room", |link| link.acked(4) == 1);
         assert_eq!(link.gate.placed.len(), 1);
@@ -377,7 +378,7 @@ each_driver! {
         }
         link.poll_tx();
         link.poll_tx();
-        link.tx.retract(PEER, tag(3));
+        link.tx.retract(PEER, tag(3), false);
         let deadline = Instant::now() + PATIENCE;
         while Arc::strong_count(&from.map) > 1 {
             link.poll_tx();

@@ -385,8 +385,8 @@ impl Transmit {
         }
     }
 
-    /// Stops reading a room's pages.
-    pub(super) fn retract(&mut self, tag: RoomTag) -> Retracted {
+    /// Stops reading a room's pages. What is left of the frames of one that is `done` does not matter.
+    pub(super) fn retract(&mut self, tag: RoomTag, done: bool) -> Retracted {
         let waiting_bytes = &mut self.waiting_bytes;
         self.waiting.retain(|posting| {
             if posting.tag == tag {
@@ -401,7 +401,7 @@ impl Transmit {
         let of_room = |leaving: &Leaving| {
             leaving.again && leaving.data.is_some_and(|(owner, _)| owner == tag)
         };
-        if self.leaving.iter().any(of_room) {
+        if !done && self.leaving.iter().any(of_room) {
             return Retracted::Close;
         }
         self.disown_unplanned(tag);

@@ -52,7 +52,6 @@ impl<F: Fabric> Worker<F> {
             suspicion: None,
             asked: None,
             release: Release::new(),
-            lanes_lost: 0,
             replayed: 0,
             checksum: None,
         };

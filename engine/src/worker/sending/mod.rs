@@ -28,8 +28,11 @@ use crate::wire::message::{Checksum, Extent, GRANT_PAGES_MAX, Grant};
 /// page lists.
 const PAGES_WAITING_MAX: usize = 16 * GRANT_PAGES_MAX;
 
-/// Lanes that may go down under a room, one after the other, before it fails: more than a path that is
-/// worth having ever loses during one room.
+/// Bytes hashed for checksums in a turn, after which posting waits for the next one: a few hundred
+/// microseconds.
+const HASHED_BYTES_PER_TURN: u64 = 2 << 20;
+/// Times a frame is sent again before its room fails: more than a path that is worth having ever loses
+/// lanes during one room.
 pub(in crate::worker) const REPLAYS_MAX: u32 = 16;
 
 /// A sending room in the worker.
@@ -52,8 +55,7 @@ pub(in crate::worker) struct SendRoom {
     asked: Option<Failure>,
     /// When its pages are quiet.
     release: Release,
-    /// Lanes that went down with frames of it, and frames posted again for that.
-    pub(in crate::worker) lanes_lost: u32,
+    /// Frames posted again because their lane went down.
     pub(in crate::worker) replayed: u32,
     /// What was sent so far, when the receiver wants a checksum.
     checksum: Option<Box<SentHash>>,
@@ -68,10 +70,12 @@ struct SentHash {
 
 impl SentHash {
     /// Notes that a chunk is wholly posted. Layers that follow one another become one.
-    fn chunk(&mut self, next: Extent) {
+    fn chunk(&mut self, next: Extent, planes: u32) {
+        let pieces = |layers: u16| u64::from(layers) * u64::from(planes) * u64::from(next.count);
         if let Some(last) = self.extents.last_mut()
             && (last.pool, last.at, last.count) == (next.pool, next.at, next.count)
             && last.layer + last.layers == next.layer
+            && pieces(last.layers + next.layers) <= u64::from(u32::MAX)
         {
             last.layers += next.layers;
         } else {
@@ -278,9 +282,10 @@ impl<F: Fabric> Worker<F> {
     pub(in crate::worker) fn post_all(&mut self, now: Micros) -> bool {
         let mut posted = false;
         let mut at = 0;
+        self.hashed_bytes = 0;
         while at < self.posting.len() {
             let peer = self.posting[at];
-            while self.fabric.has_room(peer) {
+            while self.fabric.has_room(peer) && self.hashed_bytes < HASHED_BYTES_PER_TURN {
                 if let Some(posting) = self.peers.get_mut(peer).and_then(|p| p.returned.pop_front())
                 {
                     self.fabric.post(peer, posting);
@@ -299,6 +304,10 @@ impl<F: Fabric> Worker<F> {
             } else {
                 self.posting.swap_remove(at);
             }
+        }
+        if self.hashed_bytes >= HASHED_BYTES_PER_TURN && !self.posting.is_empty() {
+            // Another peer begins the next turn.
+            self.posting.rotate_left(1);
         }
         posted
     }
@@ -372,10 +381,10 @@ impl<F: Fabric> Worker<F> {
         };
         room.next_piece += pieces;
         if let (Some(sent), Some(mut walk)) = (&mut room.checksum, walk) {
-            sent.hash.take(&mut walk, u64::MAX);
+            self.hashed_bytes += sent.hash.take(&mut walk, u64::MAX);
             if room.next_piece == total {
                 let DataFrame { pool, layer, layers, at, count, .. } = frame;
-                sent.chunk(Extent { pool, layer, layers, at, count });
+                sent.chunk(Extent { pool, layer, layers, at, count }, pairing.planes);
             }
         }
         if room.next_piece == total {
@@ -385,7 +394,7 @@ impl<F: Fabric> Worker<F> {
         }
         self.stats.frames_posted += 1;
         let tag = RoomTag { slot, generation };
-        self.fabric.post(peer, Posting { tag, again: false, frame, runs });
+        self.fabric.post(peer, Posting { tag, again: false, tries: 0, frame, runs });
         self.step_sender(now, slot, SenderEvent::Posted { page_writes: pieces.into() }, Vec::new());
         self.make_ready(slot);
         true

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use super::WaitingGrant;
 use crate::fabric::{Fabric, PeerIndex, RoomTag};
 use crate::failure::{Failure, FailureKind, Landed};
-use crate::ids::{Epoch, Micros, Role, RoomId};
+use crate::ids::{Epoch, Micros, Role, RoomId, RoomState};
 use crate::mutations::{self, Mutation};
 use crate::room::cell::NO_SLOT;
 use crate::room::release::{PeerWrites, ReleaseEvent, ReleaseReaction};
@@ -317,17 +317,19 @@ impl<F: Fabric> Worker<F> {
         }
         let fence_at = now.after_ms(self.limits.fence_after_ms);
         room.release.on(now, ReleaseEvent::Ended { peer: PeerWrites::Over, fence_at });
-        room.ready = false;
+        let done = matches!(room.core.state(), RoomState::Success);
+        let was_ready = std::mem::replace(&mut room.ready, false);
         // Never granted, so nothing of it was ever given to a lane.
         let Some(peer) = peer else { return self.source_quiet(now, tag) };
         if let Some(known) = self.peers.get_mut(peer) {
             known.returned.retain(|posting| posting.tag != tag);
             // Its slot will be another room's, of another peer perhaps.
-            let stays = mutations::is(Mutation::EndedStaysReady);
-            known.ready.retain(|&other| other != slot || stays);
+            if was_ready && !mutations::is(Mutation::EndedStaysReady) {
+                known.ready.retain(|&other| other != slot);
+            }
         }
         self.timers.set(fence_at, Timer::SendFence { slot, generation });
-        self.fabric.retract(peer, tag);
+        self.fabric.retract(peer, tag, done);
         if mutations::is(Mutation::ReleaseSourceEarly) {
             self.source_quiet(now, tag);
         }
@@ -337,7 +339,7 @@ impl<F: Fabric> Worker<F> {
         let Some(room) = self.sending.rooms.get_exact(slot, generation) else { return };
         let reaction = room.release.on(now, ReleaseEvent::Tick);
         if let Some(peer) = room.bound.as_ref().map(|bound| bound.peer) {
-            self.react_release(peer, reaction);
+            self.react_release(peer, Some(RoomTag { slot, generation }), reaction);
         }
     }
 
