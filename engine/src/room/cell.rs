@@ -222,7 +222,8 @@ impl RoomCell {
 
     /// A chunk waits no longer, posted or not.
     pub(crate) fn chunk_dropped(&self) {
-        self.queued_chunks.fetch_sub(1, Ordering::Relaxed);
+        // Released: whoever finds it waiting no longer finds it among the posted, if it was.
+        self.queued_chunks.fetch_sub(1, Ordering::Release);
         fence(Ordering::SeqCst);
         if self.wants_room.load(Ordering::Relaxed) && self.wants_room.swap(false, Ordering::Relaxed)
         {

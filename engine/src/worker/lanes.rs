@@ -125,9 +125,10 @@ impl<F: Fabric> Worker<F> {
                 // The receiver's reason is on its way, or was here.
                 Fate::Rejected => self.rejected(now, tag, None, RejectReason::Revoked),
                 Fate::Again if posting.tries == REPLAYS_MAX => {
-                    let cause = format!("{REPLAYS_MAX} times a write of this room was sent again");
-                    let last = "and its lane went down each time".to_owned();
-                    self.suspect(now, tag, None, FailureKind::LaneLost, vec![cause, last]);
+                    let cause = format!(
+                        "a write was sent again {REPLAYS_MAX} times, and its lane went down each time"
+                    );
+                    self.suspect(now, tag, None, FailureKind::LaneLost, vec![cause]);
                 }
                 Fate::Again => again.push(Posting { tries: posting.tries + 1, ..posting }),
                 Fate::Unknown => {

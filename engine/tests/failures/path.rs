@@ -257,7 +257,7 @@ pub fn a_room_that_loses_lane_after_lane_or_whose_writes_nobody_remembers_fails_
     for page in 0..32 {
         wait(sending.write(Chunk::new(KV, [page], page..page + 1))).unwrap();
     }
-    let cause = "16 lanes went down with writes of this room under way";
+    let cause = "a write was sent again 16 times, and its lane went down each time";
     let failure = link.known.assert_both_say((&sending, &receiving), says(cause));
     assert!(failure.retries >= 16, "{failure}");
     link.proxy.be_honest();

@@ -79,6 +79,17 @@ fn two_writers_that_wait_for_room_are_both_woken() {
 }
 
 #[test]
+fn a_chunk_that_is_not_counted_as_waiting_is_counted_as_posted() {
+    together(
+        post_all,
+        &[|cell| {
+            let waiting = cell.queued_chunks.load(Ordering::Acquire);
+            assert!(u64::from(waiting) + cell.chunks() >= u64::from(QUEUED));
+        }],
+    );
+}
+
+#[test]
 fn a_writer_that_waits_for_room_is_woken_by_the_end() {
     together(end, &[writer]);
 }
