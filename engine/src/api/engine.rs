@@ -21,7 +21,7 @@ use crate::control::{ConnectError, Control, PeerTable};
 use crate::ids::{Epoch, Incarnation, Micros, Role, RoomId};
 use crate::memory::PoolId;
 use crate::peers::{FabricInfo, PeerHealth, PeerInfo};
-use crate::room::cell::RoomCell;
+use crate::room::cell::{RoomCell, Unreleased};
 use crate::worker::run::IoReport;
 use crate::worker::submit::{GrantOrder, Submission};
 use crate::worker::wake::Wakeup;
@@ -59,7 +59,7 @@ pub(crate) struct Shared {
     pub(super) submissions: mpsc::Sender<Submission>,
     pub(super) peers: Arc<PeerTable>,
     pub(super) registry: Registry,
-    pub(super) unreleased: Arc<AtomicU32>,
+    pub(super) unreleased: Unreleased,
     pub(super) next_epoch: AtomicU64,
     /// Pages of each pool; 0 once it is out.
     pub(super) pool_pages: Arc<[AtomicU32]>,

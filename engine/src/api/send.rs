@@ -241,23 +241,17 @@ impl SendRoom {
         if *finished {
             return Err(WriteError::Finished);
         }
-        let queued = &self.core.cell.queued_chunks;
-        let waiting = queued.fetch_add(1, Ordering::SeqCst);
-        if waiting >= shared.config.max_queued_chunks {
-            queued.fetch_sub(1, Ordering::SeqCst);
-            return Err(WriteError::Full);
-        }
+        let cell = &self.core.cell;
+        let waiting = cell.take_place(shared.config.max_queued_chunks).ok_or(WriteError::Full)?;
         // Those that wait are counted before those that were posted: one that moves meanwhile counts twice.
-        let chunks = u64::from(waiting) + self.core.cell.chunks();
-        let summed = self.core.cell.bound().is_some_and(|bound| bound.checksum);
+        let chunks = u64::from(waiting) + cell.chunks();
+        let summed = cell.bound().is_some_and(|bound| bound.checksum);
         if summed && chunks >= CHECKSUM_EXTENTS_MAX as u64 {
-            queued.fetch_sub(1, Ordering::SeqCst);
+            cell.chunk_dropped();
             return Err(WriteError::TooManyChunks);
         }
-        let cell = Arc::clone(&self.core.cell);
-        shared.submit(Submission::Write { cell, chunk }).inspect_err(|_| {
-            queued.fetch_sub(1, Ordering::SeqCst);
-        })
+        let submission = Submission::Write { cell: Arc::clone(cell), chunk };
+        shared.submit(submission).inspect_err(|_| cell.chunk_dropped())
     }
 
     fn finished(&self) -> MutexGuard<'_, bool> {

@@ -14,6 +14,7 @@ use crate::config::{ConfigError, EngineConfig};
 use crate::control::{Control, ControlSetup, PeerTable};
 use crate::ids::Incarnation;
 use crate::memory::{LayoutError, POOLS_MAX, Pool, PoolId};
+use crate::room::cell::Unreleased;
 use crate::worker::run::{WorkerError, WorkerSetup, spawn};
 use crate::worker::stats::SharedStats;
 use crate::worker::submit::{SUBMISSIONS, Submission};
@@ -145,7 +146,7 @@ impl EngineBuilder {
             submissions,
             peers: Arc::new(PeerTable::default()),
             registry: Registry::default(),
-            unreleased: Arc::new(AtomicU32::new(0)),
+            unreleased: Unreleased::default(),
             next_epoch: AtomicU64::new(1),
             pool_pages,
             drained: Mutex::new(HashSet::new()),

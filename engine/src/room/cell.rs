@@ -4,7 +4,6 @@
 mod loom_tests;
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32 as Count;
 
 use bytes::Bytes;
 
@@ -41,11 +40,13 @@ pub(crate) struct RoomCell {
     wants_room: AtomicBool,
     /// Its handle was dropped: nobody can ask for it any more, and its id may be used again.
     given_up: AtomicBool,
-    /// The engine's count of rooms that are not released.
-    unreleased: Arc<Count>,
+    unreleased: Unreleased,
     /// Whether this room is counted there.
     counted: AtomicBool,
 }
+
+/// An engine's count of rooms that are not released.
+pub(crate) type Unreleased = Arc<AtomicU32>;
 
 /// What a room learns when both sides are known to each other.
 #[derive(Clone, Debug)]
@@ -77,7 +78,7 @@ pub(crate) const NO_SLOT: u32 = u32::MAX;
 
 impl RoomCell {
     /// A room that was counted in `unreleased` and is until it is released.
-    pub(crate) fn new(room: RoomId, role: Role, now_us: u64, unreleased: &Arc<Count>) -> Arc<Self> {
+    pub(crate) fn new(room: RoomId, role: Role, now_us: u64, unreleased: &Unreleased) -> Arc<Self> {
         Arc::new(Self {
             room,
             role,
@@ -188,6 +189,14 @@ impl RoomCell {
         )
     }
 
+    /// Takes a place in the chunk queue, if fewer than `limit` are taken, and says how many were. One
+    /// that is not to be had is not counted even for a moment: a writer that looked then would wait for
+    /// nothing.
+    pub(crate) fn take_place(&self, limit: u32) -> Option<u32> {
+        let add = |queued| (queued < limit).then(|| queued + 1);
+        self.queued_chunks.fetch_update(Ordering::Acquire, Ordering::Relaxed, add).ok()
+    }
+
     // What follows is the worker's.
 
     pub(crate) fn bind(&self, bound: Bound, now_us: u64) {
@@ -220,7 +229,7 @@ impl RoomCell {
         self.chunk_dropped();
     }
 
-    /// A chunk waits no longer, posted or not.
+    /// A chunk waits no longer, posted or not; or its place is given back by who took it.
     pub(crate) fn chunk_dropped(&self) {
         // Released: whoever finds it waiting no longer finds it among the posted, if it was.
         self.queued_chunks.fetch_sub(1, Ordering::Release);

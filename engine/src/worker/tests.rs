@@ -9,6 +9,7 @@ use crate::fabric::{DownLane, Gate, Link, NewLane, Posting, RoomTag, WorkStatus}
 use crate::failure::Landed;
 use crate::ids::{LaneId, RoomId, RoomState};
 use crate::memory::{AllocOptions, Pairing, Pool, PoolCard, PoolLayout, pair_all};
+use crate::room::cell::Unreleased;
 use crate::room::links::Tally;
 use crate::room::receiver::Receiver;
 use crate::wire::frame::DataFrame;
@@ -106,7 +107,7 @@ struct Bench {
     mail: Outbox<ToWorker>,
     control: Inbox<ToControl>,
     heard: Option<Inbox<Message>>,
-    unreleased: Arc<AtomicU32>,
+    unreleased: Unreleased,
     now: Micros,
     pool: Pool,
 }
@@ -131,7 +132,7 @@ impl Bench {
         let pools = (vec![Arc::clone(&pool.map)], pages);
         let worker =
             Worker::new(Incarnation(1), Still::default(), queues, pools, LIMITS, Arc::default());
-        let unreleased = Arc::new(AtomicU32::new(0));
+        let unreleased = Unreleased::default();
         let now = Micros(1);
         Self { worker, submissions, mail, control, heard: None, unreleased, now, pool }
     }

@@ -20,7 +20,7 @@ fn together(worker: fn(&RoomCell), handles: &'static [fn(&RoomCell)]) {
         model.preemption_bound.get_or_insert(PREEMPTIONS);
     }
     model.check(move || {
-        let cell = RoomCell::new(RoomId(7), Role::Sender, 0, &Arc::new(Count::new(1)));
+        let cell = RoomCell::new(RoomId(7), Role::Sender, 0, &Arc::new(AtomicU32::new(1)));
         cell.queued_chunks.store(QUEUED, Ordering::Relaxed);
         let threads: Vec<_> = handles
             .iter()
@@ -41,6 +41,11 @@ fn has_room(cell: &RoomCell) -> Option<()> {
 
 fn writer(cell: &RoomCell) {
     block_on(cell.wait_for_room(has_room));
+}
+
+fn writer_of_one(cell: &RoomCell) {
+    let place = |cell: &RoomCell| cell.queued_chunks.load(Ordering::Relaxed) < QUEUED;
+    block_on(cell.wait_for_room(|cell| place(cell).then_some(())));
 }
 
 fn post_all(cell: &RoomCell) {
@@ -79,11 +84,35 @@ fn two_writers_that_wait_for_room_are_both_woken() {
 }
 
 #[test]
+fn a_try_that_finds_no_place_keeps_no_writer_asleep() {
+    /// If there is a place, the worker's own queue is full, and it is given back.
+    fn tries(cell: &RoomCell) {
+        if cell.take_place(QUEUED).is_some() {
+            cell.chunk_dropped();
+        }
+    }
+    together(RoomCell::chunk_posted, &[writer_of_one, tries]);
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn a_try_that_is_counted_for_a_moment_keeps_a_writer_asleep() {
+    fn tries(cell: &RoomCell) {
+        if cell.queued_chunks.fetch_add(1, Ordering::SeqCst) >= QUEUED {
+            cell.queued_chunks.fetch_sub(1, Ordering::SeqCst);
+        } else {
+            cell.chunk_dropped();
+        }
+    }
+    together(RoomCell::chunk_posted, &[writer_of_one, tries]);
+}
+
+#[test]
 fn a_chunk_that_is_not_counted_as_waiting_is_counted_as_posted() {
     together(
         post_all,
         &[|cell| {
-            let waiting = cell.queued_chunks.load(Ordering::Acquire);
+            let waiting = cell.take_place(QUEUED + 1).unwrap();
             assert!(u64::from(waiting) + cell.chunks() >= u64::from(QUEUED));
         }],
     );
@@ -158,6 +187,14 @@ fn who_sees_the_release_sees_the_end() {
                 assert_eq!((cell.verdict(), cell.landed()), (Some(&Ok(())), LANDED));
             }
         }],
+    );
+}
+
+#[test]
+fn who_sees_the_release_finds_the_room_counted_out() {
+    together(
+        RoomCell::release,
+        &[|cell| assert!(!cell.is_released() || cell.unreleased.load(Ordering::Relaxed) == 0)],
     );
 }
 
