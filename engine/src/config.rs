@@ -94,7 +94,9 @@ pub struct EngineConfig {
     pub peer_silent_ms: u64,
     /// How long the pages of a room that has ended may wait for the peer to let go of them before this
     /// side closes every lane to the peer, in milliseconds. A living peer answers in microseconds to
-    /// milliseconds; a scheduler that waits for the pages waits no longer than this.
+    /// milliseconds; a scheduler that waits for the pages waits no longer than this. (A sender that gives up
+    /// behind its `finish` ends when the receiver answers, or after half a second without an answer; its
+    /// pages are asked back meanwhile.)
     pub fence_after_ms: u64,
     /// How long a peer whose session closed may take to come back before it counts as dead, in
     /// milliseconds. A killed process must be known dead within a second.
