@@ -14,13 +14,15 @@ fn smollm2_answers_in_english_and_equally_on_both_ways() {
     };
     let dir = tempfile::tempdir().unwrap();
     let prompts = dir.path().join("prompts");
-    let lines = "What is the capital of France?\nName three colours of the rainbow.\n";
+    // Questions whose subject the answer repeats: which of two words that are equally good is chosen depends
+    // on how the CPU rounds.
+    let lines = "What is a dog?\nName three colours of the rainbow.\n";
     std::fs::write(&prompts, lines).unwrap();
     let args = ["--model", &model, "--prompts", prompts.to_str().unwrap(), "--max-new", "24"];
     let said = common::pair(&args).well();
     assert_eq!((said.rows().len(), said.done()), (2, 2), "{}", said.stdout);
     let answers: Vec<_> = said.stdout.lines().filter(|line| line.starts_with("  -> ")).collect();
-    for (answer, word) in answers.iter().zip(["capital of France is Paris", "rainbow"]) {
+    for (answer, word) in answers.iter().zip(["dog is a", "rainbow"]) {
         assert!(answer.contains(word), "no {word:?} in {answers:?}");
     }
 }
