@@ -13,6 +13,7 @@ use crate::fabric::sim::{SimFabric, World};
 use crate::failure::FailureKind;
 use crate::ids::{Incarnation, Micros};
 use crate::memory::{AllocOptions, Pool, PoolCard, Region};
+use crate::room::cell::Unreleased;
 use crate::worker::mail::{ToControl, ToWorker};
 use crate::worker::submit::Submission;
 use crate::worker::{Limits, Queues, Worker};
@@ -32,7 +33,7 @@ pub(super) struct Node {
     pub(super) submissions: mpsc::Sender<Submission>,
     pub(super) mail: mpsc::Sender<ToWorker>,
     pub(super) control: mpsc::Receiver<ToControl>,
-    pub(super) unreleased: Arc<AtomicU32>,
+    pub(super) unreleased: Unreleased,
     pub(super) next_epoch: u64,
     pub(super) pool: Pool,
     pub(super) free: Vec<u32>,
