@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 
 use crate::wire::message::NAME_BYTES_MAX;
+use crate::wire::rails::RAILS_MAX;
 
 /// Most lanes to one peer. Lanes past the number of cores a host gives to networking gain nothing.
 pub const LANES_MAX: u32 = 64;
@@ -24,6 +25,70 @@ pub enum IoMode {
     RequireIoUring,
     /// epoll, for kernels and sandboxes where io_uring is not wanted.
     Epoll,
+}
+
+/// What carries pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum FabricChoice {
+    /// RDMA where both sides have it, TCP otherwise; which one, and why, is reported on every peer.
+    #[default]
+    Auto,
+    /// RDMA, or the engine does not start and peers without it are refused.
+    RequireRdma,
+    /// TCP.
+    Tcp,
+}
+
+/// Settings of RDMA. The defaults suit a cluster whose network needs nothing special.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct RdmaConfig {
+    /// Rails to use, as `mlx5_0` (its first port) or `mlx5_0:2`, in this order. Empty: every port that is
+    /// up.
+    pub rails: Vec<String>,
+    /// Entry of the GID table to use on every rail. `None`: chosen by type and address, RoCE v2 and
+    /// routable first, and the next one is tried where a path does not work.
+    pub gid_index: Option<u32>,
+    /// Queue pairs for each pair of rails. Two let one fill while the other's tail is acknowledged.
+    pub qps_per_rail: u16,
+    /// InfiniBand service level, 0 to 15.
+    pub service_level: u8,
+    /// Traffic class in RoCE and global headers (its upper six bits are the DSCP). Set it only where the
+    /// network has a lossless or ECN class for it.
+    pub traffic_class: u8,
+    /// Entry of the partition key table.
+    pub pkey_index: u16,
+    /// How long the NIC waits for an answer: 4.096 µs × 2^this, 1 to 31. 14 is 67 ms.
+    pub timeout: u8,
+    /// Times it then tries again, 0 to 7. With 14 and 6, a dead path is known after half a second, and by
+    /// some NICs after up to four times that.
+    pub retry_count: u8,
+    /// Let the NIC write out of order where the platform gains by it (PCIe relaxed ordering). Completions
+    /// stay in order.
+    pub relaxed_ordering: bool,
+    /// Another libibverbs than the host's.
+    #[cfg(feature = "rdma")]
+    #[doc(hidden)]
+    pub library: Option<kvferry_verbs::Library>,
+}
+
+impl Default for RdmaConfig {
+    fn default() -> Self {
+        Self {
+            rails: Vec::new(),
+            gid_index: None,
+            qps_per_rail: 2,
+            service_level: 0,
+            traffic_class: 0,
+            pkey_index: 0,
+            timeout: 14,
+            retry_count: 6,
+            relaxed_ordering: true,
+            #[cfg(feature = "rdma")]
+            library: None,
+        }
+    }
 }
 
 /// When lanes are sent from the pages without a copy into the kernel.
@@ -78,9 +143,13 @@ pub struct EngineConfig {
     pub secret: Option<Secret>,
     /// Listen on an address that others can reach without a secret. Off: such a bind is refused.
     pub insecure: bool,
-    /// How lanes are read and written.
+    /// What carries pages.
+    pub fabric: FabricChoice,
+    /// How RDMA is used, where it is.
+    pub rdma: RdmaConfig,
+    /// How TCP lanes are read and written.
     pub io: IoMode,
-    /// When lanes are sent without a copy.
+    /// When TCP lanes are sent without a copy.
     pub zero_copy: ZeroCopy,
     /// TCP connections for data to each peer. Two keep a second frame moving while the first one's
     /// tail is acknowledged; across a network more may be needed to fill the path.
@@ -123,6 +192,8 @@ impl Default for EngineConfig {
             listen: None,
             secret: None,
             insecure: false,
+            fabric: FabricChoice::Auto,
+            rdma: RdmaConfig::default(),
             io: IoMode::Auto,
             zero_copy: ZeroCopy::Auto,
             lanes: 2,
@@ -142,10 +213,10 @@ impl Default for EngineConfig {
 }
 
 macro_rules! setters {
-    ($($field:ident: $type:ty),+ $(,)?) => {
-        impl EngineConfig {
+    ($config:ident: $($field:ident: $type:ty),+ $(,)?) => {
+        impl $config {
             $(
-                #[doc = concat!("Sets [`EngineConfig::", stringify!($field), "`].")]
+                #[doc = concat!("Sets [`", stringify!($config), "::", stringify!($field), "`].")]
                 #[must_use]
                 pub fn $field(mut self, $field: impl Into<$type>) -> Self {
                     self.$field = $field.into();
@@ -157,10 +228,37 @@ macro_rules! setters {
 }
 
 setters! {
+    RdmaConfig:
+    rails: Vec<String>,
+    gid_index: Option<u32>,
+    qps_per_rail: u16,
+    service_level: u8,
+    traffic_class: u8,
+    pkey_index: u16,
+    timeout: u8,
+    retry_count: u8,
+    relaxed_ordering: bool,
+}
+
+#[cfg(feature = "rdma")]
+impl RdmaConfig {
+    /// Uses another libibverbs than the host's.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn library(mut self, library: kvferry_verbs::Library) -> Self {
+        self.library = Some(library);
+        self
+    }
+}
+
+setters! {
+    EngineConfig:
     name: String,
     listen: Option<SocketAddr>,
     secret: Option<Secret>,
     insecure: bool,
+    fabric: FabricChoice,
+    rdma: RdmaConfig,
     io: IoMode,
     zero_copy: ZeroCopy,
     lanes: u16,
@@ -234,6 +332,12 @@ impl EngineConfig {
             1 << 20,
             "1 to 1048576 (slots have 20 bits)",
         )?;
+        let rdma = &self.rdma;
+        within("rdma.rails", rdma.rails.len() as u64, 0, RAILS_MAX as u64, "at most 16 rails")?;
+        within("rdma.qps_per_rail", u64::from(rdma.qps_per_rail), 1, 16, "1 to 16")?;
+        within("rdma.service_level", u64::from(rdma.service_level), 0, 15, "0 to 15")?;
+        within("rdma.timeout", u64::from(rdma.timeout), 1, 31, "1 to 31 (0 would wait for ever)")?;
+        within("rdma.retry_count", u64::from(rdma.retry_count), 0, 7, "0 to 7")?;
         within("max_queued_chunks", u64::from(self.max_queued_chunks), 1, 4096, "1 to 4096")?;
         within("max_peers", u64::from(self.max_peers), 1, 65_536, "1 to 65536")?;
         match self.listen {

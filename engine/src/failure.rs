@@ -110,6 +110,9 @@ kinds! {
     /// The receiver's NIC refused a write: its key or its range.
     RemoteAccess => "remote-access", false,
         "check that the receiver's pool is registered and was not freed; the cause has the status";
+    /// The receiver's NIC could not carry out a write.
+    RemoteOperation => "remote-operation", true,
+        "look at the receiving host's NIC and kernel log; send the request again";
     /// The receiver's NIC had no receive to take a write's notice, again and again.
     ReceiverNotReady => "receiver-not-ready", true,
         "the receiving engine does not keep up or hangs: look at its worker's CPU; send the request again";

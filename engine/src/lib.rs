@@ -64,10 +64,11 @@ pub use api::recv::{GrantError, GrantSpec, Received, RecvRoom};
 pub use api::send::{Chunk, Granted, GrantedPages, OpenError, OpenOptions, SendRoom, WriteError};
 pub use api::start::{EngineBuilder, StartError};
 pub use config::{
-    ConfigError, EngineConfig, IoMode, LANES_MAX, ROOM_TIMEOUT_MS_MAX, SECRET_BYTES_MIN, Secret,
-    ZeroCopy,
+    ConfigError, EngineConfig, FabricChoice, IoMode, LANES_MAX, ROOM_TIMEOUT_MS_MAX, RdmaConfig,
+    SECRET_BYTES_MIN, Secret, ZeroCopy,
 };
 pub use control::{ConnectError, ConnectStage};
+pub use fabric::rdma::RdmaError;
 pub use failure::{CAUSE_BYTES_MAX, CAUSES_MAX, Failure, FailureKind, Landed};
 pub use ids::{Epoch, Incarnation, Role, RoomId, RoomState};
 pub use memory::{
@@ -75,7 +76,10 @@ pub use memory::{
     LayoutMismatch, PAGE_BYTES_MAX, POOL_NAME_BYTES_MAX, POOLS_MAX, PageArray, Planes, Pool,
     PoolId, PoolLayout, Region, RegionKind, RegionRangeError,
 };
-pub use peers::{FabricInfo, LaneInfo, PeerHealth, PeerInfo};
+pub use peers::{
+    FabricInfo, LaneInfo, LanePath, PathFault, PeerHealth, PeerInfo, RailInfo, RdmaEnd, RdmaPath,
+    RdmaReport,
+};
 pub use wire::message::{
     AUX_BYTES_MAX, GRANT_NOTE_BYTES_MAX, GRANT_PAGES_MAX, LaneIo, NAME_BYTES_MAX, Refusal,
 };

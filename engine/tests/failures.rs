@@ -22,7 +22,8 @@ mod process;
 use kvferry::FailureKind::{self, *};
 
 /// Kinds that this fabric has not: completion errors of RDMA, provoked where a fabric has them.
-const IN_SIMULATION: [FailureKind; 3] = [LocalAccess, RemoteAccess, ReceiverNotReady];
+const IN_SIMULATION: [FailureKind; 4] =
+    [LocalAccess, RemoteAccess, RemoteOperation, ReceiverNotReady];
 
 /// Kinds after which this peer takes no more rooms.
 const LAST: [FailureKind; 1] = [PeerDraining];

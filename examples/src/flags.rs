@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
-use kvferry::{EngineConfig, IoMode, Secret, ZeroCopy};
+use kvferry::{EngineConfig, FabricChoice, IoMode, RdmaConfig, Secret, ZeroCopy};
 
 use crate::model::{Model, ModelConfig};
 
@@ -26,6 +26,27 @@ impl From<Io> for IoMode {
             Io::Auto => Self::Auto,
             Io::IoUring => Self::RequireIoUring,
             Io::Epoll => Self::Epoll,
+        }
+    }
+}
+
+/// What carries pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Fabric {
+    /// RDMA where both sides have it, TCP otherwise.
+    Auto,
+    /// RDMA, or the process does not start.
+    Rdma,
+    /// TCP.
+    Tcp,
+}
+
+impl From<Fabric> for FabricChoice {
+    fn from(fabric: Fabric) -> Self {
+        match fabric {
+            Fabric::Auto => Self::Auto,
+            Fabric::Rdma => Self::RequireRdma,
+            Fabric::Tcp => Self::Tcp,
         }
     }
 }
@@ -114,7 +135,16 @@ pub struct EngineArgs {
     /// Serve metrics to Prometheus here; port 0 takes a free one.
     #[arg(long)]
     pub metrics_addr: Option<SocketAddr>,
-    /// How lanes are driven.
+    /// What carries pages.
+    #[arg(long, value_enum, default_value_t = Fabric::Auto)]
+    pub fabric: Fabric,
+    /// A NIC port to use, as mlx5_0 or mlx5_0:1; may be given several times. Without it, all that are up.
+    #[arg(long = "rail", value_name = "DEVICE[:PORT]")]
+    pub rails: Vec<String>,
+    /// Entry of the GID table to use on every rail; without it, chosen by type and address.
+    #[arg(long)]
+    pub gid_index: Option<u32>,
+    /// How TCP lanes are driven.
     #[arg(long, value_enum, default_value_t = Io::Auto)]
     pub io: Io,
     /// When lanes are sent from the pages without a copy into the kernel.
@@ -141,6 +171,8 @@ impl EngineArgs {
             .name(name)
             .listen(self.listen)
             .insecure(self.insecure)
+            .fabric(self.fabric)
+            .rdma(RdmaConfig::default().rails(self.rails.clone()).gid_index(self.gid_index))
             .io(self.io)
             .zero_copy(self.zero_copy)
             .peer_silent_ms(self.peer_silent_ms)

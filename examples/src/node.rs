@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use kvferry::{Engine, PeerInfo};
+use kvferry::{Engine, PeerInfo, RailInfo};
 use metrics_exporter_prometheus::PrometheusBuilder;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
@@ -77,6 +77,7 @@ impl Node {
             incarnation: node.engine.incarnation().to_string(),
             listen: node.engine.listen_addr(),
             io: node.engine.io().io.to_string(),
+            rails: node.engine.rdma().rails.iter().map(rail_line).collect(),
             metrics,
             can_zero_copy: node.engine.io().sendmsg_zc,
         }));
@@ -229,6 +230,12 @@ const fn room_of(command: &Command) -> Option<u64> {
         | Command::Abort { room, .. } => Some(*room),
         Command::Peers | Command::Scan | Command::Quit => None,
     }
+}
+
+/// A rail, and the GID it is best reached by.
+fn rail_line(rail: &RailInfo) -> String {
+    let gid = rail.gids.first().map(|(index, gid)| format!(" (GID {gid} at index {index})"));
+    format!("{}{}", rail.rail, gid.unwrap_or_default())
 }
 
 /// Reads commands until the end; a line that is none is refused, and the next one read.

@@ -192,6 +192,8 @@ pub struct Ready {
     pub listen: Option<SocketAddr>,
     /// How lanes are driven: `io_uring` or `epoll`.
     pub io: String,
+    /// Its rails for RDMA, the best GID of each beside it; none where it has no RDMA.
+    pub rails: Vec<String>,
     /// Where its metrics are served.
     pub metrics: Option<SocketAddr>,
     /// The kernel can send from the pages without a copy.

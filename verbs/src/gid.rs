@@ -95,6 +95,18 @@ impl FromStr for Gid {
     }
 }
 
+impl From<[u8; 16]> for Gid {
+    fn from(octets: [u8; 16]) -> Self {
+        Self(octets.into())
+    }
+}
+
+impl From<Ipv6Addr> for Gid {
+    fn from(address: Ipv6Addr) -> Self {
+        Self(address)
+    }
+}
+
 impl GidEntry {
     /// An entry.
     #[must_use]

@@ -4,14 +4,13 @@
 //! Reading is tolerant: a device whose driver hides or garbles something is still listed, what
 //! could not be read is `None`, and the reason is in [`Inventory::faults`].
 
-use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
 use crate::gid::{Gid, GidClass, GidEntry, GidType};
-use crate::sysfs::{Absent, Fault, Reader};
+use crate::sysfs::{Absent, Fault, Reader, pci_function};
 
 /// Most devices read; hosts with every virtual function exposed have a few hundred.
 const MAX_DEVICES: usize = 1024;
@@ -222,6 +221,54 @@ impl Port {
     }
 }
 
+impl PortState {
+    pub(crate) const fn from_code(code: u32) -> Option<Self> {
+        Some(match code {
+            0 => Self::Nop,
+            1 => Self::Down,
+            2 => Self::Init,
+            3 => Self::Armed,
+            4 => Self::Active,
+            5 => Self::ActiveDefer,
+            _ => return None,
+        })
+    }
+}
+
+impl PhysicalState {
+    pub(crate) const fn from_code(code: u32) -> Option<Self> {
+        Some(match code {
+            1 => Self::Sleep,
+            2 => Self::Polling,
+            3 => Self::Disabled,
+            4 => Self::Training,
+            5 => Self::LinkUp,
+            6 => Self::ErrorRecovery,
+            7 => Self::PhyTest,
+            _ => return None,
+        })
+    }
+}
+
+/// Where this host's sysfs shows a port.
+#[cfg(feature = "rdma")]
+fn port_dir(device: &str, port: u8) -> PathBuf {
+    Path::new("/sys/class/infiniband").join(device).join(format!("ports/{port}"))
+}
+
+/// The rate of a port of this host, in Mbit/s, if the kernel shows it.
+#[cfg(feature = "rdma")]
+pub(crate) fn rate_of(device: &str, port: u8) -> Option<u64> {
+    let path = port_dir(device, port).join("rate");
+    Reader::default().value(&path, Absent::Fine, "a rate", parse_rate)
+}
+
+/// The used GIDs of a port of this host, as the kernel shows them.
+#[cfg(feature = "rdma")]
+pub(crate) fn gids_of(device: &str, port: u8, link_layer: LinkLayer) -> Vec<GidEntry> {
+    read_gids(&mut Reader::default(), &port_dir(device, port), Some(link_layer))
+}
+
 fn read_gids(reader: &mut Reader, dir: &Path, link_layer: Option<LinkLayer>) -> Vec<GidEntry> {
     let mut entries = Vec::new();
     for index in reader.numbers(&dir.join("gids"), Absent::Fault, MAX_GIDS) {
@@ -260,31 +307,6 @@ fn read_gids(reader: &mut Reader, dir: &Path, link_layer: Option<LinkLayer>) -> 
     entries
 }
 
-/// The PCI function at or above what `device` links to: the function itself for most drivers, an
-/// ancestor for scalable functions, which are auxiliary devices below it.
-fn pci_function(device: &Path) -> Option<(PathBuf, String)> {
-    let path = fs::canonicalize(device).ok()?;
-    path.ancestors().find_map(|ancestor| {
-        let name = ancestor.file_name()?.to_str()?;
-        is_pci_address(name).then(|| (ancestor.to_path_buf(), name.to_owned()))
-    })
-}
-
-/// `dddd:bb:dd.f`, the domain with more digits where the platform has that many.
-fn is_pci_address(name: &str) -> bool {
-    let hex = |text: &str, digits: std::ops::RangeInclusive<usize>| {
-        digits.contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_hexdigit())
-    };
-    let mut parts = name.split(':');
-    let (Some(domain), Some(bus), Some(rest), None) =
-        (parts.next(), parts.next(), parts.next(), parts.next())
-    else {
-        return false;
-    };
-    let Some((device, function)) = rest.split_once('.') else { return false };
-    hex(domain, 4..=8) && hex(bus, 2..=2) && hex(device, 2..=2) && hex(function, 1..=1)
-}
-
 /// Orders `mlx5_2` before `mlx5_10`.
 fn name_key(name: &str) -> (&str, u64, &str) {
     let stem = name.trim_end_matches(|c: char| c.is_ascii_digit());
@@ -297,28 +319,11 @@ fn leading_number(text: &str) -> Option<u32> {
 }
 
 fn parse_state(text: &str) -> Option<PortState> {
-    Some(match leading_number(text)? {
-        0 => PortState::Nop,
-        1 => PortState::Down,
-        2 => PortState::Init,
-        3 => PortState::Armed,
-        4 => PortState::Active,
-        5 => PortState::ActiveDefer,
-        _ => return None,
-    })
+    PortState::from_code(leading_number(text)?)
 }
 
 fn parse_physical_state(text: &str) -> Option<PhysicalState> {
-    Some(match leading_number(text)? {
-        1 => PhysicalState::Sleep,
-        2 => PhysicalState::Polling,
-        3 => PhysicalState::Disabled,
-        4 => PhysicalState::Training,
-        5 => PhysicalState::LinkUp,
-        6 => PhysicalState::ErrorRecovery,
-        7 => PhysicalState::PhyTest,
-        _ => return None,
-    })
+    PhysicalState::from_code(leading_number(text)?)
 }
 
 /// `100 Gb/sec (4X EDR)` or `2.5 Gb/sec (1X)`; the kernel's only fraction is one digit.

@@ -1,4 +1,5 @@
-//! What this host can do with RDMA, found without an RDMA library at build time.
+//! RDMA through `libibverbs`, which is looked for at run time: what this host can do with it, and
+//! safe handles to do it with.
 //!
 //! Three questions, each answered by one module and all together by [`HostReport::probe`]:
 //!
@@ -10,7 +11,14 @@
 //!
 //! [`gid`] ranks the entries of a GID table, so that nobody has to guess an index.
 //!
-//! This crate opens no device, creates no queue pair and moves no bytes.
+//! With the feature `rdma`, which is on by default and needs CMake and libclang to build, devices are
+//! opened, memory is registered, and queue pairs move bytes: a `Context` is where that begins.
+//! Programs link against no RDMA library either way.
+//!
+//! A handle holds what it was made from, so that things are destroyed in the right order whatever
+//! order handles are dropped in; all of them may be used from any thread, and none panics. Whatever
+//! is given to a safe function, a NIC only touches memory that was moved in, or registered by
+//! `unsafe` calls.
 //!
 //! ```
 //! let report = kvferry_verbs::HostReport::probe();
@@ -24,12 +32,22 @@ pub mod gid;
 pub mod inventory;
 pub mod library;
 pub mod memlock;
+#[cfg(feature = "rdma")]
+mod rdma;
 mod sysfs;
 
 pub use gid::{Gid, GidClass, GidEntry, GidType, rank_gids};
 pub use inventory::{Device, Inventory, InventoryError, LinkLayer, PhysicalState, Port, PortState};
 pub use library::{Library, LibraryError};
 pub use memlock::{Memlock, MemlockError};
+#[cfg(feature = "rdma")]
+pub use rdma::{
+    Access, AddressVector, AsyncEvent, Batch, BatchError, Capacities, Completion,
+    CompletionChannel, Context, Cq, DeviceAttributes, GlobalRoute, InitAttributes, Mr, Mtu, Pd,
+    PortAttributes, PostError, PostFault, Qp, QpAttributes, QpOptions, QpState, Recv,
+    RtrAttributes, RtsAttributes, Sge, Srq, SrqOptions, VerbsError, Work, WorkError, WorkOpcode,
+    WorkStatus, WrFlags,
+};
 pub use sysfs::{Fault, FaultKind};
 
 /// Everything this crate can say about the host it runs on.

@@ -2,7 +2,9 @@
 //! with this crate start on hosts that have never heard of RDMA.
 
 use std::ffi::{CStr, OsStr, OsString, c_char, c_int, c_void};
+use std::fmt;
 use std::io;
+use std::sync::Arc;
 
 use thiserror::Error;
 
@@ -11,7 +13,7 @@ const MAX_DEVICES: usize = 1024;
 
 /// The exported functions an RDMA fabric calls. Posting and polling are not among them: they are
 /// inline in the C headers and go through the table of an open device.
-const REQUIRED_SYMBOLS: [&str; 27] = [
+pub(crate) const REQUIRED_SYMBOLS: [&str; 26] = [
     "ibv_get_device_list",
     "ibv_free_device_list",
     "ibv_get_device_name",
@@ -19,7 +21,6 @@ const REQUIRED_SYMBOLS: [&str; 27] = [
     "ibv_close_device",
     "ibv_query_device",
     "ibv_query_port",
-    "ibv_query_gid",
     "ibv_alloc_pd",
     "ibv_dealloc_pd",
     "ibv_reg_mr",
@@ -48,17 +49,21 @@ type GetDeviceList = unsafe extern "C" fn(*mut c_int) -> *mut *mut c_void;
 type FreeDeviceList = unsafe extern "C" fn(*mut *mut c_void);
 type GetDeviceName = unsafe extern "C" fn(*mut c_void) -> *const c_char;
 
-/// A loaded `libibverbs` with every function a fabric needs.
+/// A loaded `libibverbs` with every function a fabric needs. Clones are the same library.
 ///
 /// The library stays loaded for the rest of the process: the providers it loads register
 /// themselves with it and are never unloaded either.
-#[derive(Debug)]
-pub struct Library {
+#[derive(Clone)]
+pub struct Library(Arc<Inner>);
+
+struct Inner {
     name: OsString,
     get_device_list: GetDeviceList,
     free_device_list: FreeDeviceList,
     get_device_name: GetDeviceName,
     dmabuf: bool,
+    #[cfg(feature = "rdma")]
+    functions: crate::rdma::Functions,
 }
 
 /// Why RDMA cannot be used through `libibverbs`.
@@ -109,6 +114,16 @@ pub enum LibraryError {
     NoDevices,
 }
 
+impl LibraryError {
+    /// The error for a list of devices that could not be had.
+    pub(crate) fn list_failed(source: io::Error) -> Self {
+        match source.raw_os_error() {
+            Some(code) if code == rustix::io::Errno::NOSYS.raw_os_error() => Self::NoKernelSupport,
+            _ => Self::ListFailed { source },
+        }
+    }
+}
+
 impl Library {
     /// Name under which the loader knows the library.
     pub const NAME: &str = "libibverbs.so.1";
@@ -136,36 +151,77 @@ impl Library {
         // SAFETY: the caller vouches for the library's initialisers.
         let library = unsafe { libloading::Library::new(name) }
             .map_err(|source| LibraryError::NoLibrary { name: name.to_owned(), source })?;
-        for symbol in REQUIRED_SYMBOLS {
+        let find = |symbol: &str| {
             // SAFETY: only the address is looked up; nothing is called or read through it.
-            unsafe { symbol_of::<*const c_void>(&library, name, symbol) }?;
-        }
-        // SAFETY: the types below are those of <infiniband/verbs.h>, whose ABI the caller vouches
-        // for, with `struct ibv_device *` as an opaque pointer.
-        let loaded = unsafe {
-            Self {
-                name: name.to_owned(),
-                get_device_list: symbol_of(&library, name, "ibv_get_device_list")?,
-                free_device_list: symbol_of(&library, name, "ibv_free_device_list")?,
-                get_device_name: symbol_of(&library, name, "ibv_get_device_name")?,
-                dmabuf: symbol_of::<*const c_void>(&library, name, DMABUF_SYMBOL).is_ok(),
-            }
+            let found = unsafe { library.get::<*const c_void>(symbol) };
+            found.map_or(std::ptr::null(), |found| *found)
         };
-        // Never unloaded (see the type's documentation), so the addresses above stay valid.
+        // SAFETY: the caller vouches for the ABI of what the library exports.
+        let loaded = unsafe { Self::from_resolver(name, find) }?;
+        // Never unloaded (see the type's documentation), so the addresses stay valid.
         std::mem::forget(library);
         Ok(loaded)
+    }
+
+    /// A library that is part of this program already: `resolve` gives the address of the function
+    /// of a name, or null. `name` is what errors call it.
+    ///
+    /// # Errors
+    /// [`LibraryError::MissingSymbol`] if it lacks a function a fabric needs.
+    ///
+    /// # Safety
+    /// Whatever `resolve` gives for a name of libibverbs must be a function with the ABI of that
+    /// one, for the rest of the process.
+    pub unsafe fn from_resolver(
+        name: impl AsRef<OsStr>,
+        resolve: impl Fn(&str) -> *const c_void,
+    ) -> Result<Self, LibraryError> {
+        let name = name.as_ref();
+        let find = |symbol: &'static str| {
+            let found = resolve(symbol);
+            let missing = || LibraryError::MissingSymbol { library: name.to_owned(), symbol };
+            if found.is_null() { Err(missing()) } else { Ok(found) }
+        };
+        for symbol in REQUIRED_SYMBOLS {
+            find(symbol)?;
+        }
+        // SAFETY: none is null, and the types are those of <infiniband/verbs.h>, whose ABI the
+        // caller vouches for, with `struct ibv_device *` as an opaque pointer.
+        let inner = unsafe {
+            Inner {
+                name: name.to_owned(),
+                get_device_list: std::mem::transmute::<*const c_void, GetDeviceList>(find(
+                    "ibv_get_device_list",
+                )?),
+                free_device_list: std::mem::transmute::<*const c_void, FreeDeviceList>(find(
+                    "ibv_free_device_list",
+                )?),
+                get_device_name: std::mem::transmute::<*const c_void, GetDeviceName>(find(
+                    "ibv_get_device_name",
+                )?),
+                dmabuf: find(DMABUF_SYMBOL).is_ok(),
+                #[cfg(feature = "rdma")]
+                functions: crate::rdma::Functions::resolve(find)?,
+            }
+        };
+        Ok(Self(Arc::new(inner)))
     }
 
     /// The name it was loaded by.
     #[must_use]
     pub fn name(&self) -> &OsStr {
-        &self.name
+        &self.0.name
+    }
+
+    #[cfg(feature = "rdma")]
+    pub(crate) fn functions(&self) -> &crate::rdma::Functions {
+        &self.0.functions
     }
 
     /// Whether it can register dma-buf memory. The kernel and the NIC must be able to as well.
     #[must_use]
-    pub const fn supports_dmabuf(&self) -> bool {
-        self.dmabuf
+    pub fn supports_dmabuf(&self) -> bool {
+        self.0.dmabuf
     }
 
     /// Names of the devices the library has a provider for; never empty.
@@ -176,15 +232,9 @@ impl Library {
     pub fn devices(&self) -> Result<Vec<String>, LibraryError> {
         let mut count: c_int = 0;
         // SAFETY: the function takes a pointer to an int it may write.
-        let list = unsafe { (self.get_device_list)(&raw mut count) };
+        let list = unsafe { (self.0.get_device_list)(&raw mut count) };
         if list.is_null() {
-            let source = io::Error::last_os_error();
-            return Err(match source.raw_os_error() {
-                Some(code) if code == rustix::io::Errno::NOSYS.raw_os_error() => {
-                    LibraryError::NoKernelSupport
-                }
-                _ => LibraryError::ListFailed { source },
-            });
+            return Err(LibraryError::list_failed(io::Error::last_os_error()));
         }
         let count = usize::try_from(count).unwrap_or(0).min(MAX_DEVICES);
         let mut names = Vec::with_capacity(count);
@@ -195,7 +245,7 @@ impl Library {
                 break; // The list also ends with a null.
             }
             // SAFETY: the device comes from the list, which is still held.
-            let name = unsafe { (self.get_device_name)(device) };
+            let name = unsafe { (self.0.get_device_name)(device) };
             if !name.is_null() {
                 // SAFETY: the name is a C string that lives as long as the list.
                 let name = unsafe { CStr::from_ptr(name) };
@@ -203,7 +253,7 @@ impl Library {
             }
         }
         // SAFETY: the list came from the library, is freed once, and no pointer into it is kept.
-        unsafe { (self.free_device_list)(list) };
+        unsafe { (self.0.free_device_list)(list) };
         if names.is_empty() { Err(LibraryError::NoDevices) } else { Ok(names) }
     }
 }
@@ -213,18 +263,11 @@ fn root_cause(source: &libloading::Error) -> String {
     std::error::Error::source(source).map_or_else(|| source.to_string(), ToString::to_string)
 }
 
-/// The symbol as a `T`.
-///
-/// # Safety
-/// `T` must be a pointer type that fits the symbol.
-unsafe fn symbol_of<T: Copy>(
-    library: &libloading::Library,
-    name: &OsStr,
-    symbol: &'static str,
-) -> Result<T, LibraryError> {
-    // SAFETY: as the caller promises.
-    let found = unsafe { library.get::<T>(symbol) };
-    found
-        .map(|found| *found)
-        .map_err(|_| LibraryError::MissingSymbol { library: name.to_owned(), symbol })
+impl fmt::Debug for Library {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Library")
+            .field("name", &self.0.name)
+            .field("dmabuf", &self.0.dmabuf)
+            .finish_non_exhaustive()
+    }
 }

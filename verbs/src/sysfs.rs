@@ -184,3 +184,28 @@ fn read_bounded(path: &Path) -> Result<String, FaultKind> {
     let text = String::from_utf8(bytes).map_err(|_| FaultKind::NotText)?;
     Ok(text.trim().to_owned())
 }
+
+/// The PCI function at or above what `device` links to: the function itself for most drivers, an
+/// ancestor for scalable functions, which are auxiliary devices below it.
+pub(crate) fn pci_function(device: &Path) -> Option<(PathBuf, String)> {
+    let path = fs::canonicalize(device).ok()?;
+    path.ancestors().find_map(|ancestor| {
+        let name = ancestor.file_name()?.to_str()?;
+        is_pci_address(name).then(|| (ancestor.to_path_buf(), name.to_owned()))
+    })
+}
+
+/// `dddd:bb:dd.f`, the domain with more digits where the platform has that many.
+fn is_pci_address(name: &str) -> bool {
+    let hex = |text: &str, digits: std::ops::RangeInclusive<usize>| {
+        digits.contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_hexdigit())
+    };
+    let mut parts = name.split(':');
+    let (Some(domain), Some(bus), Some(rest), None) =
+        (parts.next(), parts.next(), parts.next(), parts.next())
+    else {
+        return false;
+    };
+    let Some((device, function)) = rest.split_once('.') else { return false };
+    hex(domain, 4..=8) && hex(bus, 2..=2) && hex(device, 2..=2) && hex(function, 1..=1)
+}

@@ -87,3 +87,27 @@ fn the_host_is_probed_without_a_panic_whatever_it_has() {
         (Err(_), Err(error)) => panic!("this host's /sys cannot be read: {error}"),
     }
 }
+
+#[test]
+fn a_library_inside_the_program_is_asked_for_the_same_functions() {
+    extern "C" fn never_called() {
+        std::process::abort();
+    }
+    let open = |missing: &str| {
+        // SAFETY: these are not the functions of those names, but nothing is called.
+        unsafe {
+            Library::from_resolver("inside", |symbol| {
+                if symbol == missing { std::ptr::null() } else { never_called as *const _ }
+            })
+        }
+    };
+    let library = open("").unwrap();
+    assert_eq!(library.name(), "inside");
+    assert!(library.clone().supports_dmabuf());
+    assert!(!open("ibv_reg_dmabuf_mr").unwrap().supports_dmabuf());
+    for required in ["ibv_get_device_list", "ibv_reg_mr_iova2", "ibv_ack_async_event"] {
+        let error = open(required).unwrap_err();
+        let LibraryError::MissingSymbol { library, symbol } = &error else { panic!("{error}") };
+        assert_eq!((library.to_str(), *symbol), (Some("inside"), required));
+    }
+}

@@ -18,9 +18,10 @@ use super::send::{OpenError, OpenOptions, SendRoom, WriteError};
 use super::start::EngineBuilder;
 use crate::config::{EngineConfig, ROOM_TIMEOUT_MS_MAX};
 use crate::control::{ConnectError, Control, PeerTable};
+use crate::fabric::rdma::Rails;
 use crate::ids::{Epoch, Incarnation, Micros, Role, RoomId};
 use crate::memory::PoolId;
-use crate::peers::{FabricInfo, PeerHealth, PeerInfo};
+use crate::peers::{FabricInfo, PeerHealth, PeerInfo, RailInfo, RdmaReport};
 use crate::room::cell::{RoomCell, Unreleased};
 use crate::worker::run::IoReport;
 use crate::worker::submit::{GrantOrder, Submission};
@@ -113,7 +114,7 @@ impl Shared {
     }
 
     pub(crate) fn fabric_of(&self, peer: Incarnation) -> Option<FabricInfo> {
-        self.peers.get(peer).map(|peer| peer.fabric)
+        self.peers.fabric(peer)
     }
 
     fn deadline(&self, asked: Option<Duration>, default_ms: u64) -> Micros {
@@ -159,6 +160,7 @@ pub struct Engine {
     pub(super) shared: Arc<Shared>,
     pub(super) control: Control,
     pub(super) io: IoReport,
+    pub(super) rails: Result<Arc<Rails>, String>,
     pub(super) threads: Threads,
 }
 
@@ -179,6 +181,19 @@ impl Engine {
     #[must_use]
     pub fn listen_addr(&self) -> Option<SocketAddr> {
         self.control.listen_addr()
+    }
+
+    /// The rails this engine has for RDMA, or why it has none.
+    #[must_use]
+    pub fn rdma(&self) -> RdmaReport {
+        match &self.rails {
+            Err(why) => RdmaReport { rails: Vec::new(), why_not: Some(why.clone()) },
+            Ok(rails) => {
+                let infos = rails.rail_cards().iter().enumerate();
+                let infos = infos.map(|(at, card)| RailInfo::new(card, rails.is_up(at as u8)));
+                RdmaReport { rails: infos.collect(), why_not: None }
+            }
+        }
     }
 
     /// How its lanes are driven, and why not better.

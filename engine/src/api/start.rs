@@ -12,10 +12,11 @@ use super::engine::{Engine, Shared, Threads};
 use super::registry::Registry;
 use crate::config::{ConfigError, EngineConfig};
 use crate::control::{Control, ControlSetup, PeerTable};
+use crate::fabric::rdma::RdmaError;
 use crate::ids::Incarnation;
 use crate::memory::{LayoutError, POOLS_MAX, Pool, PoolId};
 use crate::room::cell::Unreleased;
-use crate::worker::run::{WorkerError, WorkerSetup, spawn};
+use crate::worker::run::{Ready, WorkerError, WorkerSetup, spawn};
 use crate::worker::stats::SharedStats;
 use crate::worker::submit::{SUBMISSIONS, Submission};
 use crate::worker::wake::{Wakeup, WorkerMail};
@@ -59,6 +60,11 @@ pub enum StartError {
         /// Why.
         why: String,
     },
+    /// RDMA is required and cannot be had.
+    #[error(
+        "RDMA is required and cannot be used: {0}; or use FabricChoice::Auto to fall back to TCP"
+    )]
+    NoRdma(#[source] RdmaError),
     /// The operating system refused a thread, an event fd or randomness.
     #[error("the operating system refused: {0}")]
     Os(#[from] std::io::Error),
@@ -108,19 +114,22 @@ impl EngineBuilder {
             pools.iter().map(|pool| AtomicU32::new(pool.layout.pages)).collect();
 
         // The worker first: a runtime must not be dropped where another one runs, and this can fail.
-        let (thread, io) = spawn(WorkerSetup {
+        let first_layers = pools.iter().map(|pool| pool.layout.layers.start).collect();
+        let (thread, Ready { io, rails }) = spawn(WorkerSetup {
             config: Arc::clone(&config),
             identity: incarnation,
             epoch_zero,
             queues: Queues { submissions: take_submissions, inbox: take_inbox, control },
             wakeup: Arc::clone(&wakeup),
             pools: pools.into_iter().map(|pool| pool.map).collect(),
+            first_layers,
             pool_pages: Arc::clone(&pool_pages),
             stats: Arc::clone(&stats),
         })
         .map_err(|error| match error {
             WorkerError::Pin { cpu, source } => StartError::Pin { cpu, source },
             WorkerError::IoUring(why) => StartError::IoUringRefused { why },
+            WorkerError::Rdma(source) => StartError::NoRdma(source),
             WorkerError::Os(source) => StartError::Os(source),
         })?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -158,6 +167,7 @@ impl EngineBuilder {
             incarnation,
             cards,
             io: io.io,
+            rails: rails.clone(),
             worker: WorkerMail::new(inbox, wakeup),
             from_worker,
             peers: Arc::clone(&shared.peers),
@@ -187,6 +197,6 @@ impl EngineBuilder {
                 crate::observe::publish(&label, lane_io, &stats);
             }
         });
-        Ok(Engine { shared, control, io, threads })
+        Ok(Engine { shared, control, io, rails, threads })
     }
 }

@@ -16,6 +16,7 @@ use super::handshake::{self, Dialed, HandshakeError};
 use super::peer::{Letter, Life};
 use super::session::NewSession;
 use super::{Core, NotAdmitted, lock};
+use crate::config::FabricChoice;
 use crate::ids::Incarnation;
 use crate::wire::message::Refusal;
 
@@ -76,7 +77,7 @@ pub(super) async fn connect(
                         Ok(Ok(state)) if state.life == Life::Up => return Ok(peer.incarnation),
                         // Gone again: the task says what comes of the next attempt.
                         Ok(_) => {}
-                        Err(_) => return Err(timeout(core, addr, ConnectStage::Lanes)),
+                        Err(_) => return Err(no_lane(core, addr, peer.incarnation)),
                     }
                 }
             }
@@ -237,6 +238,17 @@ fn not_itself(stream: TcpStream) -> io::Result<TcpStream> {
         return Err(io::ErrorKind::ConnectionRefused.into());
     }
     Ok(stream)
+}
+
+/// No lane came up in time; where only RDMA will do, why.
+fn no_lane(core: &Core, addr: SocketAddr, peer: Incarnation) -> ConnectError {
+    let info = core.peers.get(peer).filter(|_| core.config.fabric == FabricChoice::RequireRdma);
+    match info.and_then(|info| info.why_not_rdma) {
+        Some(cause) => {
+            ConnectError::NoRdmaLane { addr, timeout_ms: core.config.connect_timeout_ms, cause }
+        }
+        None => timeout(core, addr, ConnectStage::Lanes),
+    }
 }
 
 fn timeout(core: &Core, addr: SocketAddr, stage: ConnectStage) -> ConnectError {

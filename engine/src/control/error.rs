@@ -57,6 +57,16 @@ pub enum ConnectError {
         /// tried.
         stage: ConnectStage,
     },
+    /// RDMA is required, and no lane of it comes up. The session stays and lanes are still tried.
+    #[error("no RDMA lane to {addr} came up within {timeout_ms} ms: {cause}")]
+    NoRdmaLane {
+        /// Address dialed.
+        addr: SocketAddr,
+        /// The time it had, in milliseconds.
+        timeout_ms: u64,
+        /// What happened last.
+        cause: String,
+    },
     /// One of the two sides refuses: versions, secrets, layouts, limits.
     #[error("{addr} and this engine do not fit: {refusal}")]
     Refused {
@@ -112,6 +122,9 @@ impl ConnectError {
             },
             Self::Timeout { addr, timeout_ms, stage } => {
                 Self::Timeout { addr: *addr, timeout_ms: *timeout_ms, stage: *stage }
+            }
+            Self::NoRdmaLane { addr, timeout_ms, cause } => {
+                Self::NoRdmaLane { addr: *addr, timeout_ms: *timeout_ms, cause: cause.clone() }
             }
             Self::Refused { addr, refusal } => {
                 Self::Refused { addr: *addr, refusal: refusal.clone() }

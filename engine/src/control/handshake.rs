@@ -17,7 +17,7 @@ use crate::ids::Incarnation;
 use crate::memory::{LayoutMismatch, Pairing, PoolCard, pair_all};
 use crate::wire::PROTOCOL_VERSION;
 use crate::wire::message::{
-    Greeting, HELLO_FRAME_BYTES_MAX, Hello, LaneIo, MessageError, Refusal, encode,
+    Carriers, Greeting, HELLO_FRAME_BYTES_MAX, Hello, LaneIo, MessageError, Refusal, encode,
 };
 
 /// What this engine says of itself in every handshake.
@@ -27,6 +27,7 @@ pub(super) struct Identity {
     pub(super) name: String,
     pub(super) secret: Option<Secret>,
     pub(super) lanes: u16,
+    pub(super) carriers: Carriers,
     pub(super) io: LaneIo,
     pub(super) silent_ms: u64,
     pub(super) listen_port: Option<u16>,
@@ -83,6 +84,8 @@ pub(super) struct Greeted {
     pub(super) hello: Hello,
     /// Our pools against the peer's, in our order.
     pub(super) pairings: Vec<Pairing>,
+    /// Whether both sides have RDMA.
+    pub(super) rdma: bool,
 }
 
 /// How the dialer's side ends well.
@@ -120,13 +123,20 @@ pub(super) async fn dial(
         let _ = send(wire, &Greeting::Refused(Refusal::Duplicate)).await;
         return Ok(Dialed::Standing(hello.incarnation));
     }
+    let rdma = match us.carriers.agree(hello.carriers) {
+        Ok(rdma) => rdma,
+        Err(refusal) => {
+            let _ = send(wire, &Greeting::Refused(mirrored(&hello, us))).await;
+            return Err(HandshakeError::Refused(refusal));
+        }
+    };
     let proof = proof::prove(us.secret.as_ref(), Side::Dialer, &transcript);
     send(wire, &Greeting::Proof { proof, pools: us.pools.clone() }).await?;
     match receive(wire).await? {
         Greeting::Welcome { pools } => {
             let pairings = pair_all(&us.pools, &pools)
                 .map_err(|mismatch| HandshakeError::Refused(Refusal::Layout(mismatch)))?;
-            Ok(Dialed::Welcome(Greeted { hello, pairings }))
+            Ok(Dialed::Welcome(Greeted { hello, pairings, rdma }))
         }
         Greeting::Refused(Refusal::Duplicate) => Ok(Dialed::Standing(hello.incarnation)),
         Greeting::Refused(refusal) => Err(HandshakeError::Refused(refusal)),
@@ -158,8 +168,15 @@ pub(super) async fn answer(us: &Identity, wire: &mut Wire) -> Result<Greeted, Ha
     if !proof::verify(us.secret.as_ref(), Side::Dialer, &transcript, &proof) {
         return refuse(wire, Refusal::Secret("the dialer's proof does not fit".to_owned())).await;
     }
+    let rdma = match us.carriers.agree(hello.carriers) {
+        Ok(rdma) => rdma,
+        Err(refusal) => {
+            let _ = send(wire, &Greeting::Refused(mirrored(&hello, us))).await;
+            return Err(HandshakeError::Refused(refusal));
+        }
+    };
     match pair_all(&us.pools, &pools) {
-        Ok(pairings) => Ok(Greeted { hello, pairings }),
+        Ok(pairings) => Ok(Greeted { hello, pairings, rdma }),
         Err(mismatch) => {
             let LayoutMismatch { pool, field, ours, theirs } = mismatch.clone();
             let seen_there = LayoutMismatch { pool, field, ours: theirs, theirs: ours };
@@ -179,6 +196,7 @@ impl Identity {
             nonce,
             has_secret: self.secret.is_some(),
             lanes: self.lanes,
+            carriers: self.carriers,
             io: self.io,
             silent_ms: self.silent_ms,
             listen_port: self.listen_port,
@@ -199,6 +217,14 @@ impl Identity {
             (Side::Dialer, false) | (Side::Listener, true) => ("listener", "dialer"),
         };
         Some(Refusal::Secret(format!("the {has} has a secret and the {lacks} has none")))
+    }
+}
+
+/// Why the two sides cannot agree on what carries pages, as the other side would say it.
+fn mirrored(theirs: &Hello, us: &Identity) -> Refusal {
+    match theirs.carriers.agree(us.carriers) {
+        Err(refusal) => refusal,
+        Ok(_) => Refusal::Malformed("carriers that agree".to_owned()),
     }
 }
 
@@ -259,6 +285,7 @@ fn tidy(refusal: Refusal) -> Refusal {
     match refusal {
         Refusal::Secret(what) => Refusal::Secret(one_line(&what)),
         Refusal::Malformed(what) => Refusal::Malformed(one_line(&what)),
+        Refusal::NoRdma(what) => Refusal::NoRdma(one_line(&what)),
         Refusal::Layout(LayoutMismatch { pool, field, ours, theirs }) => {
             Refusal::Layout(LayoutMismatch {
                 pool: one_line(&pool),

@@ -21,6 +21,7 @@ use super::peer::Letter;
 use super::session::NewSession;
 use super::{Core, NotAdmitted, lock};
 use crate::config::LANES_MAX;
+use crate::peers::LaneInfo;
 use crate::wire::message::Refusal;
 
 /// Connections at once that have not proved themselves. The next one shows the oldest out, so that
@@ -198,7 +199,8 @@ async fn accept_lane(core: &Arc<Core>, mut stream: TcpStream) -> Result<(), Hand
     stream.read_exact(&mut token).await?;
     let owner = core.tokens.redeem(&token).and_then(|incarnation| core.peer(incarnation));
     // A peer that opens more lanes than any engine may have is stopped here.
-    let owner = owner.filter(|peer| core.peers.lanes(peer.incarnation) < LANES_MAX as usize);
+    let owner = owner
+        .filter(|peer| core.peers.lanes(peer.incarnation, LaneInfo::is_tcp) < LANES_MAX as usize);
     let Some(peer) = owner else {
         stream.write_u8(LANE_REFUSED).await?;
         return Err(HandshakeError::Protocol(

@@ -14,6 +14,7 @@ mod listen;
 mod peer;
 mod peer_table;
 mod proof;
+mod rails;
 mod session;
 #[cfg(test)]
 mod tests;
@@ -30,10 +31,11 @@ use tokio::sync::{mpsc, oneshot, watch};
 pub use error::{ConnectError, ConnectStage};
 pub(crate) use peer_table::PeerTable;
 
-use crate::config::EngineConfig;
+use crate::config::{EngineConfig, FabricChoice};
+use crate::fabric::rdma::Rails;
 use crate::ids::Incarnation;
 use crate::memory::PoolCard;
-use crate::wire::message::{LaneIo, Refusal};
+use crate::wire::message::{Carriers, LaneIo, Refusal};
 use crate::worker::mail::ToControl;
 use crate::worker::wake::WorkerMail;
 use dial::Target;
@@ -55,6 +57,8 @@ pub(crate) struct ControlSetup {
     /// Our pools, in our order.
     pub(crate) cards: Vec<PoolCard>,
     pub(crate) io: LaneIo,
+    /// The rails that were opened, or why there are none.
+    pub(crate) rails: Result<Arc<Rails>, String>,
     pub(crate) worker: WorkerMail,
     pub(crate) from_worker: mpsc::Receiver<ToControl>,
     pub(crate) peers: Arc<PeerTable>,
@@ -79,6 +83,7 @@ struct Core {
     identity: Identity,
     peers: Arc<PeerTable>,
     worker: WorkerMail,
+    rails: Result<Arc<Rails>, String>,
     tokens: Tokens,
     lane_numbers: LaneNumbers,
     registry: Mutex<HashMap<Incarnation, Registered>>,
@@ -115,7 +120,8 @@ impl Control {
     /// # Errors
     /// The operating system's, when the address cannot be bound.
     pub(crate) fn start(rt: &Handle, setup: ControlSetup) -> Result<Self, io::Error> {
-        let ControlSetup { config, incarnation, cards, io, worker, from_worker, peers } = setup;
+        let ControlSetup { config, incarnation, cards, io, rails, worker, from_worker, peers } =
+            setup;
         let listener = config.listen.map(listen::bind).transpose()?;
         let listen_addr = listener.as_ref().map(std::net::TcpListener::local_addr).transpose()?;
         let identity = Identity {
@@ -123,6 +129,11 @@ impl Control {
             name: config.name.clone(),
             secret: config.secret.clone(),
             lanes: config.lanes,
+            carriers: match (&rails, config.fabric) {
+                (Err(_), _) => Carriers::Tcp,
+                (Ok(_), FabricChoice::RequireRdma) => Carriers::RdmaOnly,
+                (Ok(_), _) => Carriers::RdmaOrTcp,
+            },
             io,
             silent_ms: config.peer_silent_ms,
             listen_port: listen_addr.map(|addr| addr.port()),
@@ -133,6 +144,7 @@ impl Control {
             identity,
             peers,
             worker,
+            rails,
             tokens: Tokens::default(),
             lane_numbers: LaneNumbers::default(),
             registry: Mutex::default(),
@@ -140,6 +152,7 @@ impl Control {
             phase: watch::Sender::new(Phase::Running),
             rt: rt.clone(),
         });
+        core.watch_rails()?;
         if let Some(listener) = listener {
             let listener = {
                 let _entered = rt.enter();
@@ -228,6 +241,12 @@ impl Core {
                 _ = phase.wait_for(|phase| matches!(phase, Phase::Closed)) => {}
             }
         });
+    }
+
+    /// Has every peer's task look at its lanes again.
+    fn rouse_peers(&self) {
+        let rouse = |peer: &Peer| peer.orders.send_modify(|orders| orders.rails_changed += 1);
+        lock(&self.registry).values().for_each(|known| rouse(&known.peer));
     }
 
     fn connect_timeout(&self) -> Duration {
@@ -345,9 +364,15 @@ async fn hear_worker(core: Arc<Core>, mut from_worker: mpsc::Receiver<ToControl>
                     peer.orders.send_modify(|orders| orders.expel = Some(one_line(&cause)));
                 }
             }
+            ToControl::LaneOpen { peer, lane } => {
+                core.peers.lane_open(peer, lane);
+                if let Some(peer) = core.peer(peer) {
+                    peer.count_lanes(&core.peers);
+                }
+            }
             ToControl::LaneDown { peer, lane, cause } => {
                 tracing::debug!(%peer, lane, cause, "lane down");
-                core.peers.lane_down(peer, lane);
+                core.peers.lane_down(peer, lane, &cause);
                 core.lane_numbers.free(lane);
                 if let Some(peer) = core.peer(peer) {
                     peer.count_lanes(&core.peers);

@@ -5,6 +5,7 @@
 
 mod running;
 
+pub(super) use self::running::Running;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,6 +15,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep_until};
 
 use super::lanes::LaneDialing;
+use super::rails::{Made, RailDialing};
 use super::session::{End, NewSession};
 use super::{Core, PeerTable};
 use crate::config::LANES_MAX;
@@ -32,6 +34,8 @@ pub(super) enum Letter {
     Session { session: Box<NewSession>, verdict: oneshot::Sender<Verdict> },
     /// A lane, or why it could not be dialed.
     Lane { id: LaneId, stream: io::Result<TcpStream>, dialed: bool },
+    /// An end of an RDMA lane.
+    Made(Box<Made>),
     /// Another incarnation answers at, or comes from, the address this peer listens on. `settled` is
     /// dropped once this peer is known to be gone, or to live behind the same address.
     Supplanted { by: Incarnation, settled: oneshot::Sender<()> },
@@ -57,6 +61,8 @@ pub(super) struct Orders {
     pub(super) leave: Option<String>,
     /// Lanes the worker has closed so far.
     pub(super) lanes_lost: u64,
+    /// Times that rails changed.
+    pub(super) rails_changed: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,6 +103,7 @@ impl Peer {
             mailbox,
             orders: task_orders,
             lanes: LaneDialing::new(),
+            rails: RailDialing::default(),
             lanes_lost: 0,
             supplanted: None,
         };
@@ -127,7 +134,8 @@ impl Peer {
 
     /// Counts the lanes anew, for whoever waits for one.
     pub(super) fn count_lanes(&self, table: &PeerTable) {
-        self.state.send_modify(|state| state.lanes = table.lanes(self.incarnation));
+        self.state
+            .send_modify(|state| state.lanes = table.lanes(self.incarnation, |lane| lane.open));
     }
 
     /// Resolves when the peer's session does not stand.
@@ -152,12 +160,13 @@ struct Supplanted {
     _settled: oneshot::Sender<()>,
 }
 
-struct PeerTask {
-    core: Arc<Core>,
-    peer: Arc<Peer>,
+pub(super) struct PeerTask {
+    pub(super) core: Arc<Core>,
+    pub(super) peer: Arc<Peer>,
     mailbox: mpsc::Receiver<Letter>,
     orders: watch::Receiver<Orders>,
     lanes: LaneDialing,
+    pub(super) rails: RailDialing,
     lanes_lost: u64,
     supplanted: Option<Supplanted>,
 }
@@ -249,6 +258,7 @@ impl PeerTask {
                         }
                     }
                     Letter::Lane { id, stream, dialed } => self.lane(id, stream, dialed).await,
+                    Letter::Made(made) => self.made(*made, None).await,
                     Letter::Supplanted { by, settled } => {
                         self.supplanted = Some(self.supplant(by, settled));
                         return Err(restarted(by, causes));

@@ -79,6 +79,7 @@ mod tests {
 
     fn hello(nonce: u8) -> Hello {
         Hello {
+            carriers: crate::wire::message::Carriers::RdmaOrTcp,
             incarnation: Incarnation(u128::from(nonce)),
             name: String::new(),
             nonce: [nonce; 32],

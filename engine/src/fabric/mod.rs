@@ -4,18 +4,25 @@
 //! both. It knows lanes and memory, no rooms: which write comes next, and whose failure an error is,
 //! is decided above. A worker is monomorphised over its fabric; nothing on the hot path is `dyn`.
 
+#[cfg_attr(not(feature = "rdma"), path = "rdma/absent.rs")]
+pub(crate) mod rdma;
+mod routed;
 #[cfg(feature = "sim")]
 pub(crate) mod sim;
 pub(crate) mod tcp;
+
+pub(crate) use self::routed::Routed;
 
 use std::net::TcpStream;
 use std::time::Duration;
 
 use crate::failure::{FailureKind, Landed};
 use crate::ids::{Epoch, LaneId};
+use crate::memory::PageMap;
 use crate::plan::{Runs, Strips};
 use crate::room::links::Tally;
 use crate::wire::frame::{DataFrame, RejectReason};
+use crate::wire::message::Message;
 
 /// A peer, by its place in the worker's table. Reused only after all its lanes are down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -36,6 +43,8 @@ pub(crate) struct NewLane {
     /// Its name here, for people.
     pub(crate) number: u16,
     pub(crate) link: Link,
+    /// What the peer is told once the fabric has the lane, and so behind every revocation.
+    pub(crate) say: Option<Message>,
 }
 
 /// What a lane is made of, by fabric.
@@ -43,6 +52,9 @@ pub(crate) struct NewLane {
 pub(crate) enum Link {
     /// A connected, non-blocking stream.
     Tcp { stream: TcpStream, leaves_host: bool },
+    /// A queue pair that can send and receive.
+    #[cfg_attr(not(feature = "rdma"), expect(dead_code, reason = "there are none"))]
+    Rdma(Box<rdma::RdmaLink>),
     /// A link of a simulated world.
     #[cfg(feature = "sim")]
     Sim(sim::Link),
@@ -72,7 +84,10 @@ impl Posting {
 
 /// How a write ended that did not succeed, in the words of verbs (`ibv_wc_status`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg_attr(not(feature = "sim"), expect(dead_code, reason = "streams have no completion errors"))]
+#[cfg_attr(
+    not(any(feature = "sim", feature = "rdma")),
+    expect(dead_code, reason = "streams have no completion errors")
+)]
 pub(crate) enum WorkStatus {
     /// The source is not registered for this (`LOC_PROT_ERR`).
     LocalProtection,
@@ -82,9 +97,8 @@ pub(crate) enum WorkStatus {
     RnrRetryExceeded,
     /// Nothing was answered, again and again (`RETRY_EXC_ERR`).
     RetryExceeded,
-    /// Something before it had failed (`WR_FLUSH_ERR`).
-    #[cfg_attr(feature = "sim", expect(dead_code, reason = "what is flushed is reported as lost"))]
-    Flushed,
+    /// The receiver's NIC could not do it (`REM_OP_ERR`, `REM_INV_REQ_ERR`).
+    RemoteOperation,
 }
 
 impl WorkStatus {
@@ -94,7 +108,8 @@ impl WorkStatus {
             Self::LocalProtection => Some(FailureKind::LocalAccess),
             Self::RemoteAccess => Some(FailureKind::RemoteAccess),
             Self::RnrRetryExceeded => Some(FailureKind::ReceiverNotReady),
-            Self::RetryExceeded | Self::Flushed => None,
+            Self::RemoteOperation => Some(FailureKind::RemoteOperation),
+            Self::RetryExceeded => None,
         }
     }
 }
@@ -124,8 +139,14 @@ pub(crate) enum Event {
     Acked { tag: RoomTag, landed: Landed },
     /// A frame was drained by the peer and not placed.
     Rejected { tag: RoomTag, lane: u16, reason: RejectReason },
+    /// A frame names memory that this NIC or the peer's does not know, at this address. It is given up.
+    #[cfg_attr(not(feature = "rdma"), expect(dead_code, reason = "streams know no keys"))]
+    Unsendable { tag: RoomTag, status: WorkStatus, addr: u64 },
     /// A lane went down before this frame was begun: it can be posted again.
     Returned { peer: PeerIndex, posting: Box<Posting> },
+    /// A lane carries frames from now on. Not said of lanes that do from the start.
+    #[cfg_attr(not(feature = "rdma"), expect(dead_code, reason = "streams do from the start"))]
+    LaneOpen { peer: PeerIndex, number: u16 },
     /// A lane is closed. Everything else about it came before.
     LaneDown(Box<DownLane>),
     /// After [`Fabric::retract`]: nothing will be read from the room's pages any more. On a fabric that is
@@ -151,14 +172,24 @@ pub(crate) trait Gate {
 
 /// Moves frames between this worker and its peers.
 pub(crate) trait Fabric {
-    /// Whether the gate is asked before a byte is placed. Where it is not, what a peer was allowed to
-    /// write it can write until it says that it is done, or every lane to it is down.
-    fn is_guarded(&self) -> bool;
+    /// Whether the gate is asked before a byte of a peer is placed. Where it is not, what the peer was
+    /// allowed to write it can write until it says that it is done, or every lane to it is down. True of
+    /// the lanes that stand now.
+    fn is_guarded(&self, peer: PeerIndex) -> bool;
 
     /// Adopts a connected lane. On a fabric that is not guarded, whoever sets lanes up tells the peer of one
     /// over the session and after this, so that a peer that can write through it has heard of every
     /// revocation before; and a lane whose writes are never answered goes down by itself.
     fn add_lane(&mut self, peer: PeerIndex, lane: NewLane);
+
+    /// The peer's end of a lane stands: the lane may be proved and then carry frames.
+    fn lane_ready(&mut self, _peer: PeerIndex, _lane: LaneId) {}
+
+    /// The session is lost, and with it perhaps what was to be said of lanes that wait for the peer's end.
+    fn session_down(&mut self, _peer: PeerIndex) {}
+
+    /// Begins to close every lane of a rail.
+    fn close_rail(&mut self, _rail: u8, _cause: &str) {}
 
     /// Begins to close a lane; [`Event::LaneDown`] follows. Nothing is read from or placed in pages
     /// through it then, whatever the peer does.
@@ -172,6 +203,9 @@ pub(crate) trait Fabric {
 
     /// Queues a frame on the lane of the peer that has the most room. Only after [`Fabric::has_room`].
     fn post(&mut self, peer: PeerIndex, posting: Posting);
+
+    /// Starts what was queued since the last poll, all at once.
+    fn kick(&mut self) {}
 
     /// Closes the lanes of a peer through which pages could be touched that were to be quiet by now: a
     /// room's sources, or what the peer may write. Says how many.
@@ -189,6 +223,9 @@ pub(crate) trait Fabric {
     /// anything happened.
     fn poll(&mut self, gate: &mut impl Gate, events: &mut Vec<Event>) -> bool;
 
+    /// A pool is deregistered: what only it is in is not to be touched any more.
+    fn forget_pool(&mut self, _map: &PageMap, _others: &[&PageMap]) {}
+
     /// Closes every lane and waits until nothing of them is in flight. Says whether that could be: if
     /// not, the kernel may still read and write what the caller must then never free.
     fn close(&mut self) -> bool;
@@ -196,6 +233,6 @@ pub(crate) trait Fabric {
     /// Sleeps until something completes, the worker is woken, or the time is over.
     fn sleep(&mut self, timeout: Duration);
 
-    /// Whether polling costs no system call, so that spinning before sleeping is worth it.
-    const SPINS: bool;
+    /// Whether polling costs no system call now, so that spinning before sleeping is worth it.
+    fn spins(&self) -> bool;
 }

@@ -164,7 +164,8 @@ pub(crate) struct PageMap {
     /// Address and stride of each array: `[plane][layer]`.
     arrays: Vec<(u64, u64)>,
     layers: u32,
-    _regions: Vec<Region>,
+    #[cfg_attr(not(feature = "rdma"), expect(dead_code, reason = "held, not looked at"))]
+    regions: Vec<Region>,
 }
 
 impl PageMap {
@@ -174,7 +175,7 @@ impl PageMap {
             .map(|array| (array.region.as_ptr() as u64 + array.offset, array.stride))
             .collect();
         let regions = arrays.iter().map(|array| array.region.clone()).collect();
-        Self { arrays: addresses, layers: layout.layer_count(), _regions: regions }
+        Self { arrays: addresses, layers: layout.layer_count(), regions }
     }
 
     /// A map of a peer's pool: invented addresses that are contiguous exactly where the peer's pages
@@ -192,7 +193,29 @@ impl PageMap {
         let arrays = (0..u64::from(layers) * u64::from(planes))
             .map(|i| (span.saturating_mul(i), stride))
             .collect();
-        Self { arrays, layers, _regions: Vec::new() }
+        Self { arrays, layers, regions: Vec::new() }
+    }
+
+    /// A map of a peer's pool where its memory lies: base and stride of each array.
+    pub(crate) const fn of_peer_arrays(layers: u32, arrays: Vec<(u64, u64)>) -> Self {
+        Self { arrays, layers, regions: Vec::new() }
+    }
+
+    #[cfg(feature = "rdma")]
+    pub(crate) const fn layers(&self) -> u32 {
+        self.layers
+    }
+
+    /// Base and stride of each array.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn arrays(&self) -> &[(u64, u64)] {
+        &self.arrays
+    }
+
+    /// The memory that the pages are in.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn regions(&self) -> &[Region] {
+        &self.regions
     }
 
     /// Address of a page. Layer is counted from the pool's first. Indices are checked where chunks and

@@ -278,6 +278,12 @@ impl Region {
         Ok(())
     }
 
+    /// Whether both are the same memory.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        self.0.addr == other.0.addr && self.0.bytes == other.0.bytes
+    }
+
     pub(crate) fn check(
         &self,
         offset: usize,

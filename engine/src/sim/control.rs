@@ -199,6 +199,8 @@ impl Run {
         while let Ok(report) = self.nodes[node].control.try_recv() {
             match report {
                 ToControl::Ended(cell) => self.ended(node, &cell)?,
+                // Simulated lanes are open from the start.
+                ToControl::LaneOpen { .. } => {}
                 ToControl::LaneDown { lane, .. } => self.lane_reported_down(node, lane)?,
                 ToControl::Expel { peer, cause } => {
                     return Err(format!("engine {node} expels {peer}: {cause}"));

@@ -57,7 +57,7 @@ impl Run {
         at.lanes.insert(number, (wire, end));
         let link = Link::Sim(SimLink { wire, end });
         let id: LaneId = self.world.borrow().wire_id(wire);
-        self.mail(node, ToWorker::LaneUp { peer, lane: NewLane { id, number, link } });
+        self.mail(node, ToWorker::LaneUp { peer, lane: NewLane { id, number, link, say: None } });
         // Some do not stand for long.
         if !self.is_over && self.dice.chance(self.scenario.faults.lane_down * 0.3) {
             let delay = self.dice.between(100, 10_000);

@@ -10,6 +10,7 @@ use crate::failure::{Failure, Landed};
 use crate::ids::{Epoch, Incarnation, LaneId, Role, RoomId};
 use crate::memory::{LayoutMismatch, POOLS_MAX, PoolCard};
 use crate::room::links::{REJECTED_MAX, Tally};
+use crate::wire::rails::RailsCard;
 
 /// Largest handshake frame in bytes: sixteen pool cards and some text, with room to spare.
 pub(crate) const HELLO_FRAME_BYTES_MAX: usize = 16 << 10;
@@ -22,6 +23,8 @@ pub const GRANT_NOTE_BYTES_MAX: usize = 256;
 pub const GRANT_PAGES_MAX: usize = 1 << 20;
 /// Extents that a checksum can cover: sixty-four layers of a thousand pieces of a chunked prefill.
 pub(crate) const CHECKSUM_EXTENTS_MAX: usize = 1 << 16;
+/// Longest description of an end of a lane in bytes: a queue pair and a few GIDs.
+pub(crate) const LANE_END_BYTES_MAX: usize = 512;
 /// Longest aux row in bytes: a first token, top-k logprobs and a hidden state fit many times over.
 pub const AUX_BYTES_MAX: usize = 1 << 20;
 
@@ -38,13 +41,39 @@ pub(crate) struct Hello {
     pub(crate) has_secret: bool,
     /// Lanes this side would open.
     pub(crate) lanes: u16,
-    /// How this side does I/O on lanes, for the peer's table.
+    /// What this side can carry pages by.
+    pub(crate) carriers: Carriers,
+    /// How this side does I/O on TCP lanes, for the peer's table.
     pub(crate) io: LaneIo,
     /// Silence after which this side gives the other up, in milliseconds: the other side speaks that
     /// much more often.
     pub(crate) silent_ms: u64,
     /// The port this side listens on, when it does: how it may be dialed back.
     pub(crate) listen_port: Option<u16>,
+}
+
+/// What an engine can carry pages by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Carriers {
+    Tcp,
+    /// RDMA, and TCP where that cannot be.
+    RdmaOrTcp,
+    /// RDMA and nothing else.
+    RdmaOnly,
+}
+
+impl Carriers {
+    /// Whether the two sides may try RDMA.
+    ///
+    /// # Errors
+    /// One side takes nothing else and the other has none.
+    pub(crate) fn agree(self, theirs: Self) -> Result<bool, Refusal> {
+        match (self, theirs) {
+            (Self::Tcp, Self::RdmaOnly) => Err(Refusal::NoRdma("this side has none".to_owned())),
+            (Self::RdmaOnly, Self::Tcp) => Err(Refusal::NoRdma("the peer has none".to_owned())),
+            (ours, theirs) => Ok(ours != Self::Tcp && theirs != Self::Tcp),
+        }
+    }
 }
 
 /// How an engine moves the bytes of its lanes.
@@ -120,6 +149,11 @@ pub enum Refusal {
     /// A session of these two engines stands already, and this one lost the tie.
     #[error("a session between the two engines stands already")]
     Duplicate,
+    /// One side requires RDMA and the other has none.
+    #[error(
+        "RDMA is required and cannot be used with this peer: {0}; see both engines' rdma() report, or do not require it"
+    )]
+    NoRdma(String),
     /// What was sent is not a greeting.
     #[error("malformed greeting: {0}")]
     Malformed(String),
@@ -162,6 +196,16 @@ pub(crate) enum Message {
     LaneRequest { lanes: u16 },
     /// Listener to dialer: one-time tokens, one a lane.
     LaneTokens { tokens: Vec<[u8; 32]> },
+    /// Either way, first in a session of two engines that have RDMA: rails and memory.
+    Rails(Box<RailsCard>),
+    /// Dialer to listener: one end of an RDMA lane, in the fabric's words.
+    LaneOffer { lane: LaneId, offer: Bytes },
+    /// Listener to dialer: the other end, which stands.
+    LaneAnswer { lane: LaneId, answer: Bytes },
+    /// Listener to dialer: there will be no other end.
+    LaneRefused { lane: LaneId, cause: String },
+    /// Dialer to listener: the first end stands too.
+    LaneReady { lane: LaneId },
 }
 
 /// The decode side's permission for one room epoch.
@@ -310,13 +354,18 @@ impl Message {
             Self::LaneRequest { lanes } => {
                 bound("lanes", usize::from(*lanes), crate::config::LANES_MAX as usize)?
             }
-            Self::Bye { reason } => {
-                bound("reason bytes", reason.len(), crate::failure::CAUSE_BYTES_MAX)?
+            Self::Bye { reason: text } | Self::LaneRefused { cause: text, .. } => {
+                bound("reason bytes", text.len(), crate::failure::CAUSE_BYTES_MAX)?
+            }
+            Self::Rails(card) => card.check()?,
+            Self::LaneOffer { offer: end, .. } | Self::LaneAnswer { answer: end, .. } => {
+                bound("lane bytes", end.len(), LANE_END_BYTES_MAX)?
             }
             Self::Landed { .. }
             | Self::Drained { .. }
             | Self::LaneLost { .. }
             | Self::LaneTally { tally: None, .. }
+            | Self::LaneReady { .. }
             | Self::Sync
             | Self::Drain
             | Self::Heartbeat => {}

@@ -5,8 +5,9 @@
 
 pub(crate) mod frame;
 pub(crate) mod message;
+pub(crate) mod rails;
 
 /// Version of everything on the wire. Peers of another version are refused by name.
-pub(crate) const PROTOCOL_VERSION: u16 = 2;
+pub(crate) const PROTOCOL_VERSION: u16 = 3;
 /// First bytes of a connection.
 pub(crate) const MAGIC: [u8; 4] = *b"KVFY";

@@ -4,7 +4,7 @@ use super::Worker;
 use super::mail::ToControl;
 use super::peers::LostFrame;
 use super::sending::REPLAYS_MAX;
-use crate::fabric::{DownLane, Event, Fabric, NewLane, PeerIndex, Posting, RoomTag};
+use crate::fabric::{DownLane, Event, Fabric, NewLane, PeerIndex, Posting, RoomTag, WorkStatus};
 use crate::failure::FailureKind;
 use crate::ids::{Epoch, Incarnation, LaneId, Micros};
 use crate::mutations::{self, Mutation};
@@ -14,13 +14,19 @@ use crate::wire::frame::RejectReason;
 use crate::wire::message::Message;
 
 impl<F: Fabric> Worker<F> {
-    pub(super) fn lane_up(&mut self, peer: Incarnation, lane: NewLane) {
+    pub(super) fn lane_up(&mut self, peer: Incarnation, mut lane: NewLane) {
         let index = self.peers.find(peer);
         let known = index.and_then(|index| Some((index, self.peers.get_mut(index)?)));
         let cause = match known {
             Some((index, known)) => {
                 if known.links.up(lane.id) {
-                    return self.fabric.add_lane(index, lane);
+                    let say = lane.say.take();
+                    self.fabric.add_lane(index, lane);
+                    // Behind the revocations that went before, and only now that it is counted here.
+                    if let Some(message) = say {
+                        self.peers.tell(index, message);
+                    }
+                    return;
                 }
                 "the peer gave it up before it was up here"
             }
@@ -36,7 +42,7 @@ impl<F: Fabric> Worker<F> {
         if let Some((tag, status)) = culprit
             && let Some(kind) = status.blames_room()
         {
-            let causes = vec![format!("a write of this room ended in {status:?}"), cause.clone()];
+            let causes = vec![cause.clone()];
             if mutations::is(Mutation::BlameAll) {
                 for (_, posting) in &lost {
                     self.suspect(now, posting.tag, Some(number), kind, causes.clone());
@@ -67,6 +73,17 @@ impl<F: Fabric> Worker<F> {
         }
         self.release_receivers_of(now, peer);
         self.bury(peer);
+    }
+
+    /// A frame of a room names memory that is not registered, here or at the peer.
+    pub(super) fn unsendable(&mut self, now: Micros, tag: RoomTag, status: WorkStatus, addr: u64) {
+        let whose =
+            if status == WorkStatus::LocalProtection { "this engine's" } else { "the peer's" };
+        let cause =
+            format!("a page of it lies at {addr:#x}, which is not in {whose} registered memory");
+        if let Some(kind) = status.blames_room() {
+            self.suspect(now, tag, None, kind, vec![cause]);
+        }
     }
 
     /// The peer's end of a lane is down.
@@ -192,7 +209,7 @@ impl<F: Fabric> Worker<F> {
             return PeerWrites::Over;
         }
         match self.peers.get(peer) {
-            Some(known) if !done && !self.fabric.is_guarded() && !known.links.none_stand() => {
+            Some(known) if !done && !self.fabric.is_guarded(peer) && !known.links.none_stand() => {
                 PeerWrites::OnLanesBefore(known.links.next_serial())
             }
             _ => PeerWrites::Over,

@@ -25,6 +25,8 @@ pub(crate) enum ToWorker {
     PeerGone { peer: Incarnation, kind: FailureKind, causes: Vec<String> },
     /// A lane is connected and authenticated.
     LaneUp { peer: Incarnation, lane: NewLane },
+    /// One of this engine's rails cannot carry lanes any more.
+    RailDown { rail: u8, cause: String },
 }
 
 /// A session that came up.
@@ -41,6 +43,8 @@ pub(crate) struct PeerUp {
 /// From the worker to the control plane.
 #[derive(Debug)]
 pub(crate) enum ToControl {
+    /// A lane carries frames.
+    LaneOpen { peer: Incarnation, lane: u16 },
     /// A lane is closed and nothing of it is in flight. Whoever dialed it may dial another.
     LaneDown { peer: Incarnation, lane: u16, cause: String },
     /// The peer broke the protocol: its session is to be closed and the peer given up.

@@ -242,16 +242,18 @@ impl<F: Fabric> Worker<F> {
                     }
                 }
                 ToWorker::PeerDown { peer } => {
-                    if let Some(peer) =
-                        self.peers.find(peer).and_then(|index| self.peers.get_mut(index))
-                    {
-                        peer.session_down();
+                    if let Some(index) = self.peers.find(peer) {
+                        if let Some(known) = self.peers.get_mut(index) {
+                            known.session_down();
+                        }
+                        self.fabric.session_down(index);
                     }
                 }
                 ToWorker::PeerGone { peer, kind, causes } => {
                     self.peer_gone(now, peer, kind, &causes)
                 }
                 ToWorker::LaneUp { peer, lane } => self.lane_up(peer, lane),
+                ToWorker::RailDown { rail, cause } => self.fabric.close_rail(rail, &cause),
             }
         }
         taken
@@ -322,12 +324,21 @@ impl<F: Fabric> Worker<F> {
                 self.told_lane_tally(now, peer, lane, tally.as_ref());
             }
             Message::Sync => self.senders_synced(now, peer),
+            Message::Rails(card) => {
+                if let Some(known) = self.peers.get_mut(peer) {
+                    known.locate(&card.pools);
+                }
+            }
+            Message::LaneReady { lane } => self.fabric.lane_ready(peer, lane),
             // The control plane's own; it does not forward them.
             Message::Drain
             | Message::Bye { .. }
             | Message::Heartbeat
             | Message::LaneRequest { .. }
-            | Message::LaneTokens { .. } => self.stats.late_events += 1,
+            | Message::LaneTokens { .. }
+            | Message::LaneOffer { .. }
+            | Message::LaneAnswer { .. }
+            | Message::LaneRefused { .. } => self.stats.late_events += 1,
         }
     }
 
@@ -388,6 +399,12 @@ impl<F: Fabric> Worker<F> {
                 }
             }
             Event::Rejected { tag, lane, reason } => self.rejected(now, tag, Some(lane), reason),
+            Event::Unsendable { tag, status, addr } => self.unsendable(now, tag, status, addr),
+            Event::LaneOpen { peer, number } => {
+                if let Some(peer) = self.peers.get(peer).map(|known| known.incarnation) {
+                    self.to_control.push_back(ToControl::LaneOpen { peer, lane: number });
+                }
+            }
             Event::LaneDown(down) => self.lane_down(now, *down),
             Event::Returned { peer, posting } => {
                 let tag = posting.tag;
@@ -544,9 +561,13 @@ impl<F: Fabric> Worker<F> {
         if users == 0
             && let Some(map) = self.pools.get_mut(pool.index())
         {
-            *map = None;
+            let gone = map.take();
             if let Some(pages) = self.pool_pages.get(pool.index()) {
                 pages.store(0, Ordering::Release);
+            }
+            if let Some(gone) = gone {
+                let others: Vec<&PageMap> = self.pools.iter().flatten().map(|map| &**map).collect();
+                self.fabric.forget_pool(&gone, &others);
             }
         }
         users

@@ -12,6 +12,7 @@ use crate::memory::{PageMap, Pairing};
 use crate::mutations::{self, Mutation};
 use crate::room::links::Links;
 use crate::wire::message::Message;
+use crate::wire::rails::PoolMemory;
 
 /// Messages that may wait for a peer's session. A peer that makes us answer faster than it reads is
 /// given up at this point: an honest one has a few messages a room under way.
@@ -97,6 +98,28 @@ impl PeerPool {
         let map = PageMap::of_peer(layers, pairing.planes, pages, stride, page_bytes);
         Self { pairing, map: Arc::new(map) }
     }
+
+    /// Where the peer's pages are. What does not fit the layout is not believed: such a pool's frames then
+    /// name no memory of the peer, and its NIC refuses them.
+    fn locate(&mut self, memory: &[PoolMemory]) {
+        let Pairing { layers, planes, remote_pool, .. } = &self.pairing;
+        let Some(memory) = memory.get(usize::from(*remote_pool)) else { return };
+        let first = layers.start.checked_sub(memory.first_layer);
+        let arrays = (0..*planes).flat_map(|plane| {
+            let of_plane = plane as usize * memory.layers as usize;
+            layers.clone().map(move |layer| (of_plane, layer))
+        });
+        let fits = layers.end - layers.start <= memory.layers;
+        let found: Option<Vec<(u64, u64)>> = arrays
+            .map(|(of_plane, layer)| {
+                let at = first? as usize + (layer - layers.start) as usize;
+                memory.arrays.get(of_plane + at).copied().filter(|_| fits)
+            })
+            .collect();
+        if let Some(arrays) = found {
+            self.map = Arc::new(PageMap::of_peer_arrays(layers.end - layers.start, arrays));
+        }
+    }
 }
 
 impl Peer {
@@ -124,6 +147,11 @@ impl Peer {
             draining: false,
             gone: false,
         }
+    }
+
+    /// The peer says where its pages are, before anything is written to it.
+    pub(super) fn locate(&mut self, memory: &[PoolMemory]) {
+        self.pools.iter_mut().for_each(|pool| pool.locate(memory));
     }
 
     /// Whether the peer came back with the layouts it had.

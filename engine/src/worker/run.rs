@@ -9,11 +9,12 @@ use std::time::{Duration, Instant};
 use super::stats::SharedStats;
 use super::wake::Wakeup;
 use super::{Limits, Queues, Worker};
-use crate::config::{EngineConfig, IoMode};
-use crate::fabric::Fabric;
+use crate::config::{EngineConfig, FabricChoice, IoMode};
+use crate::fabric::rdma::{Rails, RdmaError, RdmaFabric};
 use crate::fabric::tcp::TcpFabric;
 use crate::fabric::tcp::driver::Driver;
 use crate::fabric::tcp::epoll::Epoll;
+use crate::fabric::{Fabric, Routed};
 use crate::ids::{Incarnation, Micros};
 use crate::memory::PageMap;
 use crate::wire::message::LaneIo;
@@ -36,6 +37,8 @@ pub(crate) struct WorkerSetup {
     pub(crate) queues: Queues,
     pub(crate) wakeup: Arc<Wakeup>,
     pub(crate) pools: Vec<Arc<PageMap>>,
+    /// First layer of each pool, by its number in the model.
+    pub(crate) first_layers: Vec<u32>,
     pub(crate) pool_pages: Arc<[AtomicU32]>,
     pub(crate) stats: Arc<SharedStats>,
 }
@@ -61,11 +64,21 @@ pub(crate) enum WorkerError {
     #[error("io_uring is required and cannot be used: {0}")]
     IoUring(String),
     #[error(transparent)]
+    Rdma(RdmaError),
+    #[error(transparent)]
     Os(#[from] std::io::Error),
 }
 
+/// What a worker that is ready reports.
+#[derive(Debug)]
+pub(crate) struct Ready {
+    pub(crate) io: IoReport,
+    /// The rails that were opened, or why there are none.
+    pub(crate) rails: Result<Arc<Rails>, String>,
+}
+
 /// Starts the worker's thread and waits until it is ready.
-pub(crate) fn spawn(setup: WorkerSetup) -> Result<(JoinHandle<()>, IoReport), WorkerError> {
+pub(crate) fn spawn(setup: WorkerSetup) -> Result<(JoinHandle<()>, Ready), WorkerError> {
     let (ready, wait) = std::sync::mpsc::sync_channel(1);
     let thread =
         std::thread::Builder::new().name("kvferry-worker".to_owned()).spawn(move || {
@@ -75,16 +88,20 @@ pub(crate) fn spawn(setup: WorkerSetup) -> Result<(JoinHandle<()>, IoReport), Wo
                 let _ = ready.send(Err(WorkerError::Pin { cpu, source }));
                 return;
             }
-            // The driver is opened here, by the thread that uses it, after it was pinned.
-            match open_driver(&setup) {
+            // Devices are opened here, by the thread that uses them, after it was pinned.
+            let opened = open_driver(&setup).and_then(|(driver, io)| {
+                let (rdma, rails) = open_rails(&setup)?;
+                Ok((driver, rdma, Ready { io, rails }))
+            });
+            match opened {
                 #[cfg(feature = "io-uring")]
-                Ok((Opened::Uring(driver), report)) => {
+                Ok((Opened::Uring(driver), rdma, report)) => {
                     let _ = ready.send(Ok(report));
-                    run(setup, driver);
+                    run(setup, driver, rdma);
                 }
-                Ok((Opened::Epoll(driver), report)) => {
+                Ok((Opened::Epoll(driver), rdma, report)) => {
                     let _ = ready.send(Ok(report));
-                    run(setup, driver);
+                    run(setup, driver, rdma);
                 }
                 Err(error) => {
                     let _ = ready.send(Err(error));
@@ -165,10 +182,37 @@ fn open_driver(setup: &WorkerSetup) -> Result<(Opened, IoReport), WorkerError> {
     Ok((Opened::Epoll(driver), report))
 }
 
-fn run<D: Driver>(setup: WorkerSetup, driver: D) {
-    let WorkerSetup { config, identity, epoch_zero, queues, wakeup, pools, pool_pages, stats } =
-        setup;
-    let fabric = TcpFabric::new(driver, config.zero_copy);
+/// Opens the rails, if they are wanted and can be had.
+fn open_rails(setup: &WorkerSetup) -> Result<OpenedRails, WorkerError> {
+    let EngineConfig { fabric, rdma, .. } = &*setup.config;
+    if *fabric == FabricChoice::Tcp {
+        return Ok((None, Err("TCP was asked for".to_owned())));
+    }
+    let opened = Rails::open(rdma, &setup.pools, &setup.first_layers)
+        .and_then(|rails| Ok((RdmaFabric::new(Arc::clone(&rails))?, rails)));
+    match opened {
+        Ok((worker, rails)) => Ok((Some(worker), Ok(rails))),
+        Err(error) if *fabric == FabricChoice::RequireRdma => Err(WorkerError::Rdma(error)),
+        Err(error) => {
+            let why = error.to_string();
+            // A host without RDMA is no news; one whose RDMA does not work is.
+            if error.is_absence() {
+                tracing::debug!(%why, "pages go over TCP");
+            } else {
+                tracing::warn!(%why, "RDMA cannot be used; pages go over TCP");
+            }
+            Ok((None, Err(why)))
+        }
+    }
+}
+
+type OpenedRails = (Option<RdmaFabric>, Result<Arc<Rails>, String>);
+
+fn run<D: Driver>(setup: WorkerSetup, driver: D, rdma: Option<RdmaFabric>) {
+    let WorkerSetup {
+        config, identity, epoch_zero, queues, wakeup, pools, pool_pages, stats, ..
+    } = setup;
+    let fabric = Routed::new(TcpFabric::new(driver, config.zero_copy), rdma);
     let limits = Limits {
         max_rooms: config.max_rooms as usize,
         max_peers: config.max_peers as usize,
@@ -191,7 +235,7 @@ fn run<D: Driver>(setup: WorkerSetup, driver: D) {
 }
 
 fn turn_until_stopped<D: Driver>(
-    worker: &mut Worker<TcpFabric<D>>,
+    worker: &mut Worker<Routed<D>>,
     config: &EngineConfig,
     wakeup: &Wakeup,
     clock: impl Fn() -> Micros,
@@ -216,7 +260,7 @@ fn turn_until_stopped<D: Driver>(
         if worker.is_stopped() {
             break;
         }
-        if TcpFabric::<D>::SPINS {
+        if worker.fabric_mut().spins() {
             spins = (spins + 1) % SPINS_PER_CLOCK;
             if spins != 0 {
                 std::hint::spin_loop();

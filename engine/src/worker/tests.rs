@@ -42,9 +42,7 @@ impl Still {
 }
 
 impl Fabric for Still {
-    const SPINS: bool = false;
-
-    fn is_guarded(&self) -> bool {
+    fn is_guarded(&self, _: PeerIndex) -> bool {
         !self.unguarded
     }
 
@@ -93,6 +91,10 @@ impl Fabric for Still {
 
     fn close(&mut self) -> bool {
         true
+    }
+
+    fn spins(&self) -> bool {
+        false
     }
 
     fn sleep(&mut self, _: std::time::Duration) {}
@@ -235,7 +237,7 @@ impl Bench {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let stream = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let link = Link::Tcp { stream, leaves_host: false };
-        let lane = NewLane { id: LaneId(lane), number: lane as u16, link };
+        let lane = NewLane { id: LaneId(lane), number: lane as u16, link, say: None };
         self.mail(ToWorker::LaneUp { peer: PEER, lane });
     }
 

@@ -25,7 +25,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use clap::{Parser, ValueEnum};
 
-use crate::flags::{Io, ModelArgs, ZeroCopySends};
+use crate::flags::{Fabric, Io, ModelArgs, ZeroCopySends};
 use check::Checker;
 use plan::Planner;
 use stage::Stage;
@@ -78,7 +78,16 @@ pub struct PairArgs {
     /// Print lines of JSON instead of the table: one a room from each side, and a summary.
     #[arg(long)]
     json: bool,
-    /// How lanes are driven.
+    /// What carries pages.
+    #[arg(long, value_enum, default_value_t = Fabric::Auto)]
+    fabric: Fabric,
+    /// A NIC port for prefill; may be given several times.
+    #[arg(long = "prefill-rail", value_name = "DEVICE[:PORT]")]
+    prefill_rails: Vec<String>,
+    /// A NIC port for decode; may be given several times.
+    #[arg(long = "decode-rail", value_name = "DEVICE[:PORT]")]
+    decode_rails: Vec<String>,
+    /// How TCP lanes are driven.
     #[arg(long, value_enum, default_value_t = Io::Auto)]
     io: Io,
     /// When lanes are sent from the pages without a copy into the kernel.

@@ -14,6 +14,7 @@ use super::child::{Child, Said, What};
 use super::plan::Plan;
 use super::run::{Granted, Release, Run};
 use super::show::progress;
+use crate::flags::Fabric;
 use crate::protocol::{Command, Event, Prompt, Ready, Scan};
 
 /// Longest start of a process: it loads its model and connects.
@@ -82,7 +83,11 @@ impl<'a> Stage<'a> {
             let metrics = ready
                 .metrics
                 .map_or(String::new(), |at| format!(", metrics at http://{at}/metrics"));
-            progress(&format!("{name} is ready: pid {}, {}{metrics}", ready.pid, ready.io));
+            let carries = match (&ready.rails[..], self.args.fabric) {
+                ([], _) | (_, Fabric::Tcp) => format!("tcp over {}", ready.io),
+                (rails, _) => format!("rdma over {}", rails.join(", ")),
+            };
+            progress(&format!("{name} is ready: pid {}, {carries}{metrics}", ready.pid));
         }
         Ok(())
     }
@@ -92,6 +97,9 @@ impl<'a> Stage<'a> {
         let mut args: Vec<OsString> = own.iter().map(OsString::from).collect();
         let mut flag = |name: &str, value: OsString| args.extend([name.into(), value]);
         flag("--name", name.into());
+        flag("--fabric", word(&pair.fabric));
+        let rails = if number == PREFILL { &pair.prefill_rails } else { &pair.decode_rails };
+        rails.iter().for_each(|rail| flag("--rail", rail.into()));
         flag("--io", word(&pair.io));
         flag("--zero-copy", word(&pair.zero_copy));
         flag("--lanes", pair.lanes.to_string().into());

@@ -15,30 +15,33 @@ use crate::control::FAREWELL;
 use crate::control::framing::{FrameError, FrameReader};
 use crate::control::handshake::{Greeted, one_line};
 use crate::control::lanes::{self, Token};
+use crate::control::rails::rails_message;
 use crate::control::session::{
     End, NewSession, OUTBOX_MESSAGES, OWN_MESSAGES, SILENT_TICKS, WriteEnd, Writer, heartbeat,
     silence_tick, ticks,
 };
 use crate::fabric::{Link, NewLane};
 use crate::ids::{Incarnation, LaneId};
-use crate::peers::{FabricInfo, LaneInfo, PeerHealth, PeerInfo};
-use crate::wire::message::{CONTROL_FRAME_BYTES_MAX, Message};
+use crate::peers::{FabricInfo, LaneInfo, LanePath, PeerHealth, PeerInfo};
+use crate::wire::message::{CONTROL_FRAME_BYTES_MAX, Carriers, Message};
 use crate::worker::mail::{PeerUp, ToWorker};
 
 /// The session that runs.
 #[derive(Debug)]
-struct Running {
+pub(in crate::control) struct Running {
     addr: SocketAddr,
-    dialed: bool,
+    pub(in crate::control) dialed: bool,
     since: Instant,
-    own: mpsc::Sender<Message>,
+    pub(in crate::control) own: mpsc::Sender<Message>,
+    /// What may carry pages.
+    pub(in crate::control) carrier: Carriers,
     drain_said: bool,
 }
 
 impl PeerTask {
     /// Runs one session from its first byte to its last.
     pub(super) async fn session(&mut self, new: NewSession) -> End {
-        let NewSession { greeted: Greeted { hello, pairings }, wire, addr, dialed } = new;
+        let NewSession { greeted: Greeted { hello, pairings, rdma }, wire, addr, dialed } = new;
         let peer = self.peer.incarnation;
         let first = if dialed { Ok(Vec::new()) } else { self.core.identity.welcome() };
         let first = match first {
@@ -57,17 +60,38 @@ impl PeerTask {
             return End::WorkerGone;
         }
         // Shown only now: whoever sees the peer may grant to it.
-        self.core.peers.up(PeerInfo { incarnation: peer, name, addr, health, fabric, lanes });
+        self.core.peers.up(PeerInfo {
+            incarnation: peer,
+            name,
+            addr,
+            health,
+            fabric,
+            why_not_rdma: self.core.why_tcp(rdma),
+            lanes,
+            faults: Vec::new(),
+        });
         self.lanes.new_session(usize::from(self.core.identity.lanes.min(hello.lanes)));
         self.peer.state.send_modify(|state| {
-            *state = PeerState { life: Life::Up, lanes: self.core.peers.lanes(peer) };
+            *state =
+                PeerState { life: Life::Up, lanes: self.core.peers.lanes(peer, |lane| lane.open) };
         });
 
         let tick = silence_tick(self.core.config.peer_silent_ms);
         let beat = heartbeat(hello.silent_ms);
         let mut reader = wire.reader;
         let mut writer = Writer::new(wire.writer, own_waiting, outbox_waiting, first, (beat, tick));
-        let running = Running { addr, dialed, since: Instant::now(), own, drain_said: false };
+        let carrier = match (rdma, self.core.identity.carriers, hello.carriers) {
+            (false, _, _) => Carriers::Tcp,
+            (true, Carriers::RdmaOnly, _) | (true, _, Carriers::RdmaOnly) => Carriers::RdmaOnly,
+            (true, _, _) => Carriers::RdmaOrTcp,
+        };
+        self.rails.new_session();
+        if let Some(rails) = rails_message(&self.core.rails, rdma) {
+            // The first of at most a few: there is room.
+            let _ = own.try_send(rails);
+        }
+        let since = Instant::now();
+        let running = Running { addr, dialed, since, own, carrier, drain_said: false };
         let end = {
             let reading = self.read(&mut reader, running);
             tokio::pin!(reading);
@@ -111,7 +135,9 @@ impl PeerTask {
                 return end;
             }
             self.say_drain(&mut running);
-            let lanes_at = if running.dialed { self.ask_for_lanes(&running) } else { None };
+            let rails_at = if running.dialed { self.dial_rails(&running) } else { None };
+            let wants_tcp = running.dialed && self.wants_tcp(&running);
+            let lanes_at = if wants_tcp { self.ask_for_lanes(&running) } else { None };
             let probe_at = self.supplanted.as_ref().map(|supplanted| supplanted.check_at);
             tokio::select! {
                 frame = reader.next(CONTROL_FRAME_BYTES_MAX) => {
@@ -142,6 +168,7 @@ impl PeerTask {
                     }
                 }
                 () = at(lanes_at) => {}
+                () = at(rails_at) => {}
                 () = self.core.closing() => {}
                 _ = self.orders.changed() => {}
             }
@@ -182,6 +209,7 @@ impl PeerTask {
                 }
             },
             Ok(message) => {
+                let Some(message) = self.rail_message(message, running)? else { return Ok(()) };
                 let sent = self.core.worker.send(ToWorker::Message { peer, message }).await;
                 sent.map_err(|_| End::WorkerGone)
             }
@@ -199,6 +227,7 @@ impl PeerTask {
                 }
             }
             Letter::Lane { id, stream, dialed } => self.lane(id, stream, dialed).await,
+            Letter::Made(made) => self.made(*made, Some(running)).await,
             Letter::Supplanted { by, settled } => {
                 self.supplanted = Some(self.supplant(by, settled));
             }
@@ -254,7 +283,7 @@ impl PeerTask {
             self.lanes_lost = lost;
             self.lanes.failed();
         }
-        let standing = self.core.peers.lanes(self.peer.incarnation);
+        let standing = self.core.peers.lanes(self.peer.incarnation, LaneInfo::is_tcp);
         match self.lanes.due(standing, self.core.connect_timeout()) {
             Err(at) => at,
             Ok(lanes) => {
@@ -295,9 +324,12 @@ impl PeerTask {
             return;
         };
         let lanes::ReadyLane { stream, local, remote, leaves_host } = lane;
-        self.core.peers.lane_up(peer, LaneInfo { lane: number, local, remote });
+        self.core.peers.lane_up(
+            peer,
+            LaneInfo { lane: number, path: LanePath::Tcp { local, remote }, open: true },
+        );
         let link = Link::Tcp { stream, leaves_host };
-        let up = ToWorker::LaneUp { peer, lane: NewLane { id, number, link } };
+        let up = ToWorker::LaneUp { peer, lane: NewLane { id, number, link, say: None } };
         let _ = self.core.worker.send(up).await;
         self.peer.count_lanes(&self.core.peers);
     }

@@ -87,6 +87,7 @@ async fn a_dialer_that_cannot_prove_the_secret_is_refused_and_sees_no_layout() {
     let mut stream = open(a.addr(), Kind::Control).await;
     // A stranger that goes on although the answer's proof does not fit.
     let hello = crate::wire::message::Hello {
+        carriers: Carriers::Tcp,
         incarnation: us.incarnation,
         name: String::new(),
         nonce: [1; 32],

@@ -6,6 +6,14 @@ use tokio::io::AsyncReadExt;
 
 use super::*;
 use crate::control::lanes::{LANE_ACCEPTED, LANE_REFUSED};
+use crate::peers::{LaneInfo, LanePath};
+
+fn ends(lane: &LaneInfo) -> (SocketAddr, SocketAddr) {
+    match lane.path {
+        LanePath::Tcp { local, remote } => (local, remote),
+        LanePath::Rdma(_) => panic!("not a connection: {lane:?}"),
+    }
+}
 
 #[tokio::test]
 async fn both_sides_get_the_same_lanes_and_bytes_pass() {
@@ -18,8 +26,9 @@ async fn both_sides_get_the_same_lanes_and_bytes_pass() {
     assert_eq!(b.peers.snapshot()[0].lanes.len(), 3);
     for info in &a.peers.snapshot()[0].lanes {
         let theirs = b.peers.snapshot()[0].lanes.clone();
-        let theirs = theirs.iter().find(|lane| lane.local == info.remote).expect("the other end");
-        assert_eq!(theirs.remote, info.local);
+        let (local, remote) = ends(info);
+        let theirs = theirs.iter().find(|lane| ends(lane).0 == remote).expect("the other end");
+        assert_eq!(ends(theirs).1, local);
         let (mut ours, mut other) = (&a.lanes[&info.lane], &b.lanes[&theirs.lane]);
         assert!(ours.nodelay().unwrap() && other.nodelay().unwrap());
         ours.write_all(b"page").unwrap();
@@ -61,8 +70,9 @@ async fn a_lost_lane_is_replaced_while_the_session_stands() {
     let old = [b.lane().await, b.lane().await];
     let theirs = [a.lane().await, a.lane().await];
     // A lane breaks: each side's worker notices for itself.
-    let remote = b.peers.snapshot()[0].lanes.iter().find(|lane| lane.lane == old[0]).unwrap().local;
-    let other = a.peers.snapshot()[0].lanes.iter().find(|lane| lane.remote == remote).unwrap().lane;
+    let lanes = |node: &Node| node.peers.snapshot()[0].lanes.clone();
+    let broken = lanes(&b).into_iter().find(|lane| lane.lane == old[0]).unwrap();
+    let other = lanes(&a).into_iter().find(|lane| ends(lane).1 == ends(&broken).0).unwrap().lane;
     assert!(theirs.contains(&other));
     a.close_lane(b.incarnation, other).await;
     b.close_lane(a.incarnation, old[0]).await;

@@ -24,7 +24,7 @@ use crate::failure::FailureKind;
 use crate::ids::{Epoch, Incarnation, RoomId};
 use crate::memory::{PoolCard, PoolLayout};
 use crate::peers::PeerHealth;
-use crate::wire::message::{CONTROL_FRAME_BYTES_MAX, LaneIo, Message, encode};
+use crate::wire::message::{CONTROL_FRAME_BYTES_MAX, Carriers, LaneIo, Message, encode};
 use crate::worker::mail::{PeerUp, ToControl, ToWorker};
 use crate::worker::wake::{Wakeup, WorkerMail};
 
@@ -55,8 +55,7 @@ fn card(name: &str, page_bytes: u32) -> PoolCard {
 fn tcp(lane: &NewLane) -> &std::net::TcpStream {
     match &lane.link {
         Link::Tcp { stream, .. } => stream,
-        #[cfg(feature = "sim")]
-        other @ Link::Sim(_) => panic!("not a stream: {other:?}"),
+        other => panic!("not a stream: {other:?}"),
     }
 }
 
@@ -105,6 +104,7 @@ impl Node {
             incarnation,
             cards,
             io: LaneIo::Epoll,
+            rails: Err("not here".to_owned()),
             worker: WorkerMail::new(tx, Arc::new(Wakeup::new().unwrap())),
             from_worker,
             peers: Arc::clone(&peers),
@@ -218,6 +218,7 @@ struct Puppet {
 
 fn identity(listen_port: Option<u16>) -> Identity {
     Identity {
+        carriers: Carriers::Tcp,
         incarnation: Incarnation::draw().unwrap(),
         name: "puppet".to_owned(),
         secret: None,

@@ -235,6 +235,7 @@ fn narrow() -> (Control, mpsc::Sender<ToWorker>, mpsc::Receiver<ToWorker>) {
         incarnation: Incarnation::draw().unwrap(),
         cards: vec![card("kv", 64)],
         io: LaneIo::Epoll,
+        rails: Err("not here".to_owned()),
         worker: WorkerMail::new(tx.clone(), Arc::new(Wakeup::new().unwrap())),
         from_worker,
         peers: Arc::default(),

@@ -134,7 +134,7 @@ impl World {
         let status = if self.dice.chance(faults.local_protection) {
             WorkStatus::LocalProtection
         } else if self.dice.chance(faults.remote_access) {
-            WorkStatus::RemoteAccess
+            [WorkStatus::RemoteAccess, WorkStatus::RemoteOperation][self.dice.pick(2)]
         } else if self.dice.chance(faults.receiver_not_ready) {
             WorkStatus::RnrRetryExceeded
         } else if self.dice.chance(faults.retry_exceeded) {
@@ -166,7 +166,7 @@ impl World {
         let (id, epoch) = (self.wires[wire].id, frame.epoch);
         let engine = self.wires[wire].ends[end].engine;
         self.note(engine, 7, format_args!("{id:?}: frame of epoch {epoch} ends in {status:?}"));
-        self.begin_close(wire, end, "completion with an error", culprit);
+        self.begin_close(wire, end, &format!("a write ended in {status:?}"), culprit);
         true
     }
 }

@@ -87,7 +87,7 @@ impl World {
     }
 
     pub(super) fn add_lane(&mut self, engine: usize, peer: PeerIndex, lane: NewLane) {
-        let NewLane { id, number, link } = lane;
+        let NewLane { id, number, link, .. } = lane;
         let Link::Sim(super::Link { wire, end }) = link else { return };
         let at = &mut self.wires[wire].ends[end];
         debug_assert_eq!((at.engine, at.state), (engine, EndState::Expected), "{id:?}");

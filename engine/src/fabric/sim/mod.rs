@@ -45,9 +45,7 @@ impl SimFabric {
 }
 
 impl Fabric for SimFabric {
-    const SPINS: bool = false;
-
-    fn is_guarded(&self) -> bool {
+    fn is_guarded(&self, _: PeerIndex) -> bool {
         self.world.borrow().guarded
     }
 
@@ -90,6 +88,10 @@ impl Fabric for SimFabric {
     fn close(&mut self) -> bool {
         self.world.borrow_mut().end_engine(self.engine);
         true
+    }
+
+    fn spins(&self) -> bool {
+        false
     }
 
     fn sleep(&mut self, _: Duration) {}

@@ -4,7 +4,7 @@
 //! direction is in flight, and each started operation ends in exactly one [`Done`] (a zero-copy send
 //! in one more, its notification).
 
-use std::os::fd::RawFd;
+use std::os::fd::{OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::time::Duration;
 
@@ -175,6 +175,9 @@ pub(crate) trait Driver {
 
     /// Submits what was started and collects what has ended, without blocking.
     fn reap(&mut self, done: &mut Vec<Done>);
+
+    /// Has sleeps also end while this is readable.
+    fn watch(&mut self, fd: OwnedFd);
 
     /// Sleeps until an operation ends, the worker is woken, or the time is over.
     fn sleep(&mut self, timeout: Duration);

@@ -17,11 +17,14 @@ const EVENTS_PER_CALL: usize = 64;
 const REAPS_PER_LOOK: u32 = 4;
 /// The event fd's key; lanes have smaller ones.
 const WAKEUP_KEY: u64 = u64::MAX;
+/// The watched file descriptor's key.
+const WATCHED_KEY: u64 = u64::MAX - 1;
 
 /// See [`Driver`].
 pub(crate) struct Epoll {
     epoll: OwnedFd,
     wakeup: Arc<Wakeup>,
+    watched: Option<OwnedFd>,
     /// By lane: the operations waiting for readiness, receive and send.
     waiting: Vec<[Option<Waiting>; 2]>,
     done: Vec<Done>,
@@ -48,6 +51,7 @@ impl Epoll {
         Ok(Self {
             epoll,
             wakeup,
+            watched: None,
             waiting: Vec::new(),
             done: Vec::new(),
             reaps: 0,
@@ -191,6 +195,13 @@ impl Driver for Epoll {
             self.wait(Duration::ZERO);
         }
         done.append(&mut self.done);
+    }
+
+    fn watch(&mut self, fd: OwnedFd) {
+        let data = epoll::EventData::new_u64(WATCHED_KEY);
+        // Without it a sleep ends by its time-out at the latest.
+        let _ = epoll::add(&self.epoll, &fd, data, epoll::EventFlags::IN);
+        self.watched = Some(fd);
     }
 
     fn sleep(&mut self, timeout: Duration) {

@@ -16,7 +16,7 @@ mod transmit;
 pub(crate) mod uring;
 
 use std::net::{Shutdown, TcpStream};
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -90,6 +90,19 @@ impl<D: Driver> TcpFabric<D> {
             revoking: Vec::new(),
             early: Vec::new(),
         }
+    }
+
+    /// Whether there is a lane, or something of one to be said.
+    pub(super) fn has_lanes(&self) -> bool {
+        self.by_peer.iter().any(|lanes| !lanes.is_empty())
+            || !self.early.is_empty()
+            || !self.retracting.is_empty()
+            || !self.revoking.is_empty()
+    }
+
+    /// Has sleeps also end while this is readable.
+    pub(super) fn watch(&mut self, fd: OwnedFd) {
+        self.driver.watch(fd);
     }
 
     fn rouse(&mut self, index: u32) {
@@ -288,20 +301,14 @@ fn permanent(errno: Errno) -> Option<String> {
 }
 
 impl<D: Driver> Fabric for TcpFabric<D> {
-    const SPINS: bool = D::SPINS;
-
-    fn is_guarded(&self) -> bool {
+    fn is_guarded(&self, _: PeerIndex) -> bool {
         true
     }
 
     fn add_lane(&mut self, peer: PeerIndex, lane: NewLane) {
-        let NewLane { id, number, link } = lane;
-        let (stream, leaves_host) = match link {
-            Link::Tcp { stream, leaves_host } => (stream, leaves_host),
-            #[cfg(feature = "sim")]
-            Link::Sim(_) => {
-                return self.early.push(never_was(peer, id, number, "not a stream".to_owned()));
-            }
+        let NewLane { id, number, link, .. } = lane;
+        let Link::Tcp { stream, leaves_host } = link else {
+            return self.early.push(never_was(peer, id, number, "not a stream".to_owned()));
         };
         let zero_copy = self.driver.can_zero_copy()
             && match self.zero_copy {
@@ -451,6 +458,10 @@ impl<D: Driver> Fabric for TcpFabric<D> {
             events.clear();
         }
         true
+    }
+
+    fn spins(&self) -> bool {
+        D::SPINS
     }
 
     fn sleep(&mut self, timeout: Duration) {

@@ -126,7 +126,7 @@ fn content(pool: &Pool, page: u32) -> Vec<u8> {
 
 fn lane(number: u16, stream: TcpStream) -> NewLane {
     let link = Link::Tcp { stream, leaves_host: false };
-    NewLane { id: LaneId(number.into()), number, link }
+    NewLane { id: LaneId(number.into()), number, link, say: None }
 }
 
 fn socket_pair() -> (TcpStream, TcpStream) {
@@ -526,6 +526,10 @@ impl Driver for Refusing {
     fn reap(&mut self, done: &mut Vec<Done>) {
         done.append(&mut self.refused);
         self.driver.reap(done);
+    }
+
+    fn watch(&mut self, fd: OwnedFd) {
+        self.driver.watch(fd);
     }
 
     fn sleep(&mut self, timeout: Duration) {

@@ -1,7 +1,7 @@
 //! Leaf: the io_uring driver. One ring a worker; submissions and task work are batched into one
 //! system call a turn, and a turn with nothing to submit or to run makes none.
 
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -23,11 +23,14 @@ const ZC_COPIED: u32 = 1 << 31;
 
 const KEY_WAKEUP: u64 = u64::MAX;
 const KEY_CANCEL: u64 = u64::MAX - 1;
+const KEY_WATCHED: u64 = u64::MAX - 2;
 
 /// See [`Driver`].
 pub(crate) struct Uring {
     ring: IoUring,
     wakeup: Arc<Wakeup>,
+    /// What else ends a sleep, and whether the ring polls it.
+    watched: Option<(OwnedFd, bool)>,
     zero_copy: bool,
     /// Ends that had to be taken to make place for submissions.
     early: Vec<Done>,
@@ -74,7 +77,8 @@ impl Uring {
             }
         }
         let sendmsg_zc = probe.is_supported(opcode::SendMsgZc::CODE);
-        let mut uring = Self { ring, wakeup, zero_copy: sendmsg_zc, early: Vec::new() };
+        let mut uring =
+            Self { ring, wakeup, watched: None, zero_copy: sendmsg_zc, early: Vec::new() };
         uring.arm_wakeup();
         Ok((uring, UringFeatures { defer_taskrun, sendmsg_zc }))
     }
@@ -109,6 +113,11 @@ impl Uring {
         for entry in self.ring.completion() {
             match entry.user_data() {
                 KEY_CANCEL => {}
+                KEY_WATCHED => {
+                    if let Some((_, armed)) = &mut self.watched {
+                        *armed = false;
+                    }
+                }
                 KEY_WAKEUP => {
                     self.wakeup.drain();
                     rearm = true;
@@ -213,7 +222,17 @@ impl Driver for Uring {
         done.append(&mut self.early);
     }
 
+    fn watch(&mut self, fd: OwnedFd) {
+        self.watched = Some((fd, false));
+    }
+
     fn sleep(&mut self, timeout: Duration) {
+        if let Some((fd, armed @ false)) = &mut self.watched {
+            *armed = true;
+            let poll = opcode::PollAdd::new(types::Fd(fd.as_raw_fd()), libc::POLLIN as u32);
+            // SAFETY: the poll names no memory, and the file descriptor lives as long as this driver.
+            unsafe { self.push(&poll.build().user_data(KEY_WATCHED)) };
+        }
         let timespec = types::Timespec::from(timeout);
         let args = types::SubmitArgs::new().timespec(&timespec);
         // A time-out (ETIME) or a signal is an early return; the worker looks again.

@@ -148,9 +148,6 @@ impl<F: Fabric> Worker<F> {
 
     /// A lane of the peer is down: so may be the last one that an ended room waits for.
     pub(in crate::worker) fn release_receivers_of(&mut self, now: Micros, peer: PeerIndex) {
-        if self.fabric.is_guarded() {
-            return;
-        }
         let Some(known) = self.peers.get(peer) else { return };
         let down = known.links.down_before();
         for slot in self.receiving.rooms.indices() {

@@ -305,6 +305,9 @@ impl<F: Fabric> Worker<F> {
                 self.posting.swap_remove(at);
             }
         }
+        if posted {
+            self.fabric.kick();
+        }
         if self.hashed_bytes >= HASHED_BYTES_PER_TURN && !self.posting.is_empty() {
             // Another peer begins the next turn.
             self.posting.rotate_left(1);
