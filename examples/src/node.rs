@@ -106,7 +106,9 @@ impl Node {
             addr: peer.addr,
             health: format!("{:?}", peer.health),
             fabric: peer.fabric.to_string(),
+            why_not_rdma: peer.why_not_rdma.clone(),
             lanes: peer.lanes.len(),
+            paths: peer.lanes.iter().map(|lane| lane.path.to_string()).collect(),
         };
         let peers = self.engine.peers().into_iter().map(line).collect();
         self.output.say(&Event::Peers { peers });

@@ -298,8 +298,12 @@ pub struct PeerLine {
     pub health: String,
     /// What carries its pages.
     pub fabric: String,
+    /// Why that is not RDMA, when it is not.
+    pub why_not_rdma: Option<String>,
     /// Lanes that stand.
     pub lanes: usize,
+    /// What each of them runs over.
+    pub paths: Vec<String>,
 }
 
 /// Where events go: stdout, a line each.

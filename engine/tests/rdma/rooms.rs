@@ -117,6 +117,7 @@ fn memory_of_a_deregistered_pool_comes_back_to_its_owner() {
     sending.finish(bytes::Bytes::new()).unwrap();
     wait(receiving.done()).unwrap();
     wait(sending.done()).unwrap();
+    wait(receiving.released());
     wait(decode.deregister_pool(KV)).unwrap();
     drop(receiving);
     let memory = target.into_vec().expect("nothing holds it any more");

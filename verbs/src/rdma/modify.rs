@@ -304,3 +304,17 @@ fn fits(attribute: &'static str, given: u32, bits: u32) -> Result<(), VerbsError
     let max = (1 << bits) - 1;
     if given > max { Err(VerbsError::BadAttribute { attribute, given, max }) } else { Ok(()) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_fits_exactly_if_it_has_the_bits() {
+        assert!(fits("sl", 15, 4).is_ok());
+        let error = fits("sl", 16, 4).unwrap_err();
+        assert_eq!(error.to_string(), "sl is 16, at most 15 is possible");
+        assert!(fits("rq_psn", 0x00ff_ffff, PSN_BITS).is_ok());
+        assert!(fits("rq_psn", 0x0100_0000, PSN_BITS).is_err());
+    }
+}

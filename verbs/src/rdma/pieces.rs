@@ -77,6 +77,12 @@ mod tests {
     }
 
     #[test]
+    fn a_range_may_end_where_the_memory_does() {
+        assert!(within(4096, 4096, 8192).is_ok() && within(8192, 0, 8192).is_ok());
+        assert!(within(4097, 4096, 8192).is_err() && within(8193, 0, 8192).is_err());
+    }
+
+    #[test]
     fn a_limit_below_a_page_is_taken_for_a_page() {
         assert_eq!(pieces(100, 8000, 1, PAGE).unwrap(), [(100, 3996), (4096, 4004)]);
     }

@@ -87,10 +87,6 @@ impl Wc {
         };
         Self { imm_data, wc_flags, ..Self::sent(wr_id, opcode, Some(bytes), qp_num) }
     }
-
-    const fn is_error(&self) -> bool {
-        self.status != sys::ibv_wc_status::IBV_WC_SUCCESS
-    }
 }
 
 /// What is free again once the completion was polled.
@@ -172,6 +168,7 @@ impl State {
     /// Adds a completion of the QP `at` to one of its CQs. A full CQ loses it, once with an event;
     /// its QPs go on, and slots of lost completions stay in use (recorded of Soft-RoCE on Linux 6.1:
     /// an asynchronous CQ error, QP in RTS; `drivers/infiniband/sw/rxe/rxe_cq.c`: `rxe_cq_post`).
+    /// Errors are always `solicited` (InfiniBand specification, 11.4.2.2).
     pub(crate) fn complete(&mut self, at: QpRef, cq: u32, wc: Wc, slot: Slot, solicited: bool) {
         let device = &mut self.devices[at.device];
         let Some(queue) = device.cqs.get_mut(cq) else { return };
@@ -186,7 +183,7 @@ impl State {
         queue.publish();
         let wanted = match queue.armed {
             Armed::No => false,
-            Armed::Solicited => solicited || wc.is_error(),
+            Armed::Solicited => solicited,
             Armed::Any => true,
         };
         if wanted {

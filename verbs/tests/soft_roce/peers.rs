@@ -5,7 +5,7 @@ use std::process::{Child, Command, Stdio};
 
 use kvferry_verbs::{Context, Library, WorkStatus};
 
-use crate::rig::{ALL, BYTES, PORT, Patience, Rig, SEND_WRS, Side, USUAL, common_gids, saw};
+use crate::rig::{ALL, BYTES, PORT, Patience, Rig, SEND_WRS, Side, USUAL, common_gids, saw, wait};
 
 /// Set for the process that is to be killed: both devices' names.
 const DEVICES: &str = "KVFERRY_TEST_PEER";
@@ -38,23 +38,27 @@ fn a_peer_that_was_killed_is_given_up_and_everything_is_accounted_for() {
     rig.a.join(&mut a.qp, &rig.b, number as u32, patience);
     assert_eq!(a.write_to(0, 4096, addr, rkey as u32), Ok(()));
 
-    // More than the path carries in the time that it takes to kill somebody.
+    // Some are under way when it dies, or all have ended; then some are posted to nobody.
     let whole = a.mr.sge(0, BYTES as u32).unwrap();
-    let count = u64::from(SEND_WRS / 2);
-    let mut batch = a.qp.batch();
-    for wr_id in 1..=count {
-        batch.write(wr_id, &[whole], addr, rkey as u32, true).unwrap();
-    }
-    batch.post().unwrap();
-    let first = a.wait(1)[0];
+    let mut post = |wr_ids: std::ops::RangeInclusive<u64>| {
+        let mut batch = a.qp.batch();
+        for wr_id in wr_ids {
+            batch.write(wr_id, &[whole], addr, rkey as u32, true).unwrap();
+        }
+        batch.post().unwrap();
+    };
+    let (before, count) = (u64::from(SEND_WRS / 2), u64::from(SEND_WRS / 2 + 16));
+    post(1..=before);
+    let first = wait(&a.cq, 1)[0];
     assert!(first.result.is_ok(), "{first:?}");
     child.kill().unwrap();
     child.wait().unwrap();
+    post(before + 1..=count);
 
-    let rest = a.wait(count as usize - 1);
+    let rest = wait(&a.cq, count as usize - 1);
     assert!(rest.iter().map(|completion| completion.wr_id).eq(2..=count));
     let failed = rest.iter().position(|completion| completion.result.is_err());
-    let failed = failed.expect("all writes ended before the peer did");
+    let failed = failed.expect("writes to nobody succeed");
     let statuses = rest[failed..].iter().map(|completion| completion.result.unwrap_err().status);
     let statuses: Vec<_> = statuses.collect();
     saw("peer process killed", Err(statuses[0]));

@@ -199,9 +199,8 @@ fn failed(lane: &mut Lane, wr: u64, error: &WorkError) {
         return;
     }
     let status = match error.status {
-        Status::LocalProtection | Status::LocalQpOperation | Status::LocalLength => {
-            Some(WorkStatus::LocalProtection)
-        }
+        // Not the local operation error: Soft-RoCE of Linux 6.1 reports it where its own port is down.
+        Status::LocalProtection | Status::LocalLength => Some(WorkStatus::LocalProtection),
         Status::RemoteAccess => Some(WorkStatus::RemoteAccess),
         Status::RnrRetryExceeded => Some(WorkStatus::RnrRetryExceeded),
         Status::RemoteOperation | Status::RemoteInvalidRequest => Some(WorkStatus::RemoteOperation),

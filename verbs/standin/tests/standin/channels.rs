@@ -3,7 +3,7 @@
 use kvferry_verbs_standin::{WorldOptions, sys};
 
 use crate::common::c;
-use crate::common::{Net, Node, SIGNALED, SOLICITED, connected, errno, statuses};
+use crate::common::{Net, Node, SIGNALED, SOLICITED, connected, errno, is_readable, statuses};
 
 #[test]
 fn only_an_armed_cq_reports_and_only_once() {
@@ -53,22 +53,17 @@ fn the_descriptor_is_readable_as_long_as_there_are_events() {
     let (a, b) = (Node::new(&net, 0), Node::new(&net, 1));
     let (qa, _qb) = connected(&a, &b);
     // SAFETY: the channel is there as long as the node.
-    let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw((*a.channel).fd) };
-    let is_readable = || {
-        let mut fds = [rustix::event::PollFd::from_borrowed_fd(fd, rustix::event::PollFlags::IN)];
-        let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
-        rustix::event::poll(&mut fds, Some(&now)).unwrap() == 1
-    };
+    let fd = unsafe { (*a.channel).fd };
     for n in 0..3 {
-        assert!(!is_readable());
+        assert!(!is_readable(fd));
         a.arm(false);
         qa.post(&[qa.write(n, 0..8, &b)]).unwrap();
         a.arm(false);
         qa.post(&[qa.write(n, 0..8, &b)]).unwrap();
-        assert!(is_readable() && a.has_event());
-        assert!(is_readable() && a.has_event());
+        assert!(is_readable(fd) && a.has_event());
+        assert!(is_readable(fd) && a.has_event());
     }
-    assert!(!is_readable());
+    assert!(!is_readable(fd));
 }
 
 #[test]
@@ -125,19 +120,25 @@ fn a_cq_is_there_until_its_events_are_acknowledged() {
     assert_eq!(c!(net.verbs, ibv_get_cq_event(a.channel, &raw mut found, &raw mut context)), 0);
     assert_eq!(found, cq);
     drop(queue);
-    let acknowledged = std::sync::atomic::AtomicBool::new(false);
+    // SAFETY: the channel is there as long as the node.
+    let fd = unsafe { (*a.channel).fd };
+    let two_cqs = format!("{}: 2 × completion queue", net.world.device_names()[0]);
     std::thread::scope(|scope| {
         let (cq_at, ack) = (cq.expose_provenance(), net.verbs.ibv_ack_cq_events);
-        let acknowledged = &acknowledged;
+        let (world, two_cqs) = (&net.world, &two_cqs);
         scope.spawn(move || {
-            acknowledged.store(true, std::sync::atomic::Ordering::SeqCst);
+            // The other event is forgotten when the destruction begins.
+            while is_readable(fd) {
+                std::thread::yield_now();
+            }
+            (0..100).for_each(|_| std::thread::yield_now());
+            assert!(world.leaks().contains(two_cqs));
             // SAFETY: the CQ is there until this event is acknowledged.
             unsafe { ack(std::ptr::with_exposed_provenance_mut(cq_at), 1) };
         });
         assert_eq!(c!(net.verbs, ibv_destroy_cq(cq)), 0);
-        assert!(acknowledged.load(std::sync::atomic::Ordering::SeqCst));
     });
-    assert!(!a.has_event());
+    assert!(!net.world.leaks().contains(&two_cqs));
 }
 
 #[test]

@@ -110,6 +110,18 @@ fn registering_is_bounded_by_size_by_count_and_by_what_may_be_locked() {
 }
 
 #[test]
+fn a_dma_buf_does_not_count_as_locked() {
+    let net =
+        Net::new(WorldOptions::pair().with(|device| device.limits.max_pinned_bytes = BYTES as u64));
+    let node = Node::new(&net, 0);
+    let file = memfd_create("kv", MemfdFlags::CLOEXEC).unwrap();
+    ftruncate(&file, 64).unwrap();
+    let mr = c!(net.verbs, ibv_reg_dmabuf_mr(node.pd, 0, 64, 0, file.as_raw_fd(), 1));
+    assert!(!mr.is_null());
+    assert_eq!(c!(net.verbs, ibv_dereg_mr(mr)), 0);
+}
+
+#[test]
 fn memory_that_is_not_mapped_cannot_be_registered() {
     let net = Net::pair();
     let node = Node::new(&net, 0);

@@ -133,8 +133,11 @@ fn an_address_that_nobody_has_is_refused_or_never_answered() {
         let (a, b) = (Node::new(&net, 0), Node::new(&net, 1));
         let (qa, qb) = (bring_to_init(&a), Queue::new(&b, Setup::default()));
         let mut attr = qa.attributes(&qb);
-        attr.ah_attr.grh.dgid = sys::ibv_gid { raw: [0x20; 16] };
+        attr.ah_attr.is_global = 0;
         attr.qp_state = qps::IBV_QPS_RTR;
+        assert_eq!(qa.modify(&attr, TO_RTR | STATE), libc::EINVAL, "no address at all");
+        attr.ah_attr.is_global = 1;
+        attr.ah_attr.grh.dgid = sys::ibv_gid { raw: [0x20; 16] };
         assert_eq!(qa.modify(&attr, TO_RTR | STATE), code);
         if code == 0 {
             attr.qp_state = qps::IBV_QPS_RTS;
@@ -180,6 +183,32 @@ fn a_qp_can_be_reset_and_connected_anew_on_both_sides() {
     qa.post(&list).unwrap();
     let expected: Vec<_> = (10..26).map(|n| (n, 0)).collect();
     assert_eq!(statuses(&a.poll()), expected);
+}
+
+#[test]
+fn a_reset_empties_both_queues_without_a_word() {
+    let net = Net::pair();
+    let (a, b) = (Node::new(&net, 0), Node::new(&net, 1));
+    let setup = Setup { send_wr: 4, recv_wr: 2, ..Setup::default() };
+    let (qa, qb) = connected_as(&a, &b, setup);
+    a.fill(0..8, 1);
+    net.world.hold(0, qa.number());
+    let list: Vec<_> = (0..4).map(|n| qa.write(n, 0..8, &b).flags(0)).collect();
+    qa.post(&list).unwrap();
+    assert_eq!([1, 2].map(|n| qb.receive(n, 0..0)), [0; 2]);
+    for (own, peer) in [(&qa, &qb), (&qb, &qa)] {
+        assert_eq!(own.enter(qps::IBV_QPS_RESET), 0);
+        own.connect(peer);
+    }
+    net.world.release(0, qa.number());
+    assert_eq!((a.poll(), b.poll(), b.byte(0..8)), (vec![], vec![], 0));
+    // All slots are free, and no receive is left.
+    let list: Vec<_> = (10..14).map(|n| qa.write(n, 0..8, &b).imm(1)).collect();
+    qa.post(&list).unwrap();
+    assert_eq!(a.poll(), []);
+    assert_eq!([3, 4].map(|n| qb.receive(n, 0..0)), [0; 2]);
+    assert_eq!(statuses(&a.poll()), [(10, 0), (11, 0)]);
+    assert_eq!(statuses(&b.poll()), [(3, 0), (4, 0)]);
 }
 
 #[test]

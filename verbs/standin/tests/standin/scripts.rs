@@ -136,13 +136,14 @@ fn no_error_overtakes_a_lost_answer() {
 
 #[test]
 fn a_held_qp_executes_nothing_and_no_time_passes_for_it() {
-    let net = Net::new(WorldOptions::pair().with(|device| device.retry_delay = Duration::ZERO));
+    let delay = Duration::from_secs(3600);
+    let net = Net::new(WorldOptions::pair().with(|device| device.retry_delay = delay));
     let (a, b) = (Node::new(&net, 0), Node::new(&net, 1));
     let ((q1, r1), (q2, _r2)) = (connected(&a, &b), connected(&a, &b));
-    net.world.hold(0, q1.number());
     net.world.port_down(1, 1);
     q1.post(&[q1.write(1, 0..8, &b)]).unwrap();
     q2.post(&[q2.write(2, 0..8, &b)]).unwrap();
+    net.world.hold(0, q1.number());
     net.world.expire();
     assert_eq!(statuses(&a.poll()), [(2, LOST)]);
     net.world.port_up(1, 1);

@@ -136,7 +136,9 @@ fn a_port_that_is_down_carries_nothing_either_way_and_says_so() {
     assert_eq!((statuses(&a.poll()), statuses(&b.poll())), (vec![(1, LOST)], vec![(2, LOST)]));
     let (qa, _qb) = connected(&a, &b);
     qa.post(&[qa.write(3, 0..8, &b)]).unwrap();
+    a.arm(false);
     net.world.port_up(1, 1);
+    assert!(a.has_event(), "nobody has to poll");
     assert_eq!(b.events(), [(sys::IBV_EVENT_PORT_ACTIVE, 1)]);
     assert_eq!(statuses(&a.poll()), [(3, 0)]);
 }

@@ -4,7 +4,7 @@ use kvferry_verbs_standin::{Call, WorldOptions, sys};
 use sys::ibv_qp_state as qps;
 
 use crate::common::c;
-use crate::common::{Net, Node, Queue, Setup, connected, statuses};
+use crate::common::{Net, Node, Queue, Setup, connected, is_readable, statuses};
 
 #[test]
 fn what_is_in_use_is_not_destroyed_and_that_is_counted() {
@@ -70,12 +70,40 @@ fn completions_of_a_qp_go_with_it_or_stay() {
 }
 
 #[test]
+fn completions_go_from_both_cqs_of_a_qp() {
+    let net = Net::pair();
+    let (a, b) = (Node::new(&net, 0), Node::new(&net, 1));
+    let null = std::ptr::null_mut();
+    let other = c!(net.verbs, ibv_create_cq(b.context, 8, null, std::ptr::null_mut(), 0));
+    for mut make in [
+        Box::new(|init: &mut sys::ibv_qp_init_attr| init.send_cq = other) as Box<dyn FnMut(&mut _)>,
+        Box::new(|init: &mut sys::ibv_qp_init_attr| init.recv_cq = other),
+    ] {
+        let mut init = crate::common::init(b.cq, std::ptr::null_mut(), Setup::default());
+        make(&mut init);
+        let qp = c!(net.verbs, ibv_create_qp(b.pd, &raw mut init));
+        let qb = Queue { node: &b, qp, setup: Setup::default() };
+        let qa = Queue::new(&a, Setup::default());
+        qa.connect(&qb);
+        qb.connect(&qa);
+        qb.receive(70, 0..8);
+        qa.post(&[qa.send(1, 0..8)]).unwrap();
+        qb.post(&[qb.write(2, 0..8, &a)]).unwrap();
+        drop((qa, qb));
+        assert_eq!((b.poll(), crate::common::poll(other)), (vec![], vec![]));
+    }
+    assert_eq!(c!(net.verbs, ibv_destroy_cq(other)), 0);
+}
+
+#[test]
 fn events_of_what_is_destroyed_are_forgotten() {
     let net = Net::pair();
     let (a, b) = (Node::new(&net, 0), Node::new(&net, 1));
     let (qa, _qb) = connected(&a, &b);
     net.world.break_qp(0, qa.number());
     drop(qa);
+    // SAFETY: the context is open as long as the node.
+    assert!(!is_readable(unsafe { (*a.context).async_fd }));
     assert_eq!(a.events(), []);
 }
 
@@ -89,18 +117,23 @@ fn a_qp_is_there_until_its_events_are_acknowledged() {
     assert_eq!(c!(net.verbs, ibv_get_async_event(a.context, &raw mut event)), 0);
     // SAFETY: the kind of the event is that of a QP.
     assert_eq!(unsafe { event.element.qp }, qa.qp);
-    let acknowledged = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let (at, acknowledged) = ((&raw mut event).expose_provenance(), &acknowledged);
+        let (at, world) = ((&raw mut event).expose_provenance(), &net.world);
         let ack = net.verbs.ibv_ack_async_event;
         scope.spawn(move || {
-            acknowledged.store(true, std::sync::atomic::Ordering::SeqCst);
+            // It is reset when its destruction begins, and stays until the event is acknowledged.
+            let of_a = || world.qps(0).first().map(|qp| qp.state);
+            while of_a() == Some(qps::IBV_QPS_ERR) {
+                std::thread::yield_now();
+            }
+            (0..100).for_each(|_| std::thread::yield_now());
+            assert_eq!(of_a(), Some(qps::IBV_QPS_RESET));
             // SAFETY: the event is there until this thread has ended.
             unsafe { ack(std::ptr::with_exposed_provenance_mut(at)) };
         });
         drop(qa);
-        assert!(acknowledged.load(std::sync::atomic::Ordering::SeqCst));
     });
+    assert_eq!(net.world.qps(0), []);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use sys::ibv_access_flags as access;
 mod node;
 mod queue;
 
-pub use node::{Node, Seen, poll};
+pub use node::{Node, Seen, is_readable, poll};
 pub use queue::{
     Queue, Setup, TO_INIT, TO_RTR, TO_RTS, Work, connected, connected_as, init, statuses,
     with_receive,

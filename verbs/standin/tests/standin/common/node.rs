@@ -202,6 +202,15 @@ fn set_nonblocking(fd: c_int) {
     rustix::fs::fcntl_setfl(fd, flags | rustix::fs::OFlags::NONBLOCK).unwrap();
 }
 
+/// Whether a descriptor of the stand-in has something to be read.
+pub fn is_readable(fd: c_int) -> bool {
+    // SAFETY: the descriptor is open, as whoever owns it is there.
+    let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
+    let mut fds = [rustix::event::PollFd::from_borrowed_fd(fd, rustix::event::PollFlags::IN)];
+    let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+    rustix::event::poll(&mut fds, Some(&now)).unwrap() == 1
+}
+
 pub fn poll(cq: *mut sys::ibv_cq) -> Vec<Seen> {
     let mut entries = [sys::ibv_wc::default(); 64];
     // SAFETY: the CQ and its context are there, and there is room for this many.
