@@ -9,6 +9,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::{ContextHandle, data, pointer, refuse_in_use, set_errno};
 use crate::device::Context;
+use crate::memory::page_bytes;
 use crate::script::Call;
 use crate::world::{Shared, lock, worlds};
 
@@ -187,7 +188,7 @@ pub(super) unsafe extern "C" fn ibv_query_device(
         node_guid: guid,
         sys_image_guid: guid,
         max_mr_size: limits.max_mr_size,
-        page_size_cap: rustix::param::page_size() as u64,
+        page_size_cap: page_bytes() as u64,
         max_qp,
         max_qp_wr,
         max_sge,

@@ -7,7 +7,7 @@ use ibverbs_sys as sys;
 
 use super::{ContextHandle, code, pointer, refuse_in_use};
 use crate::device::Pd;
-use crate::memory::{Mapping, Mr, check_access, is_mapped};
+use crate::memory::{Mapping, Mr, check_access, is_mapped, page_bytes};
 use crate::script::Call;
 
 pub(super) unsafe extern "C" fn ibv_alloc_pd(context: *mut sys::ibv_context) -> *mut sys::ibv_pd {
@@ -109,7 +109,7 @@ pub(super) unsafe extern "C" fn ibv_reg_dmabuf_mr(
             Call::RegDmabufMr,
             addr,
             |number| {
-                let page = rustix::param::page_size() as u64;
+                let page = page_bytes() as u64;
                 // Linux, `drivers/infiniband/core/uverbs_std_types_mr.c`.
                 if offset % page != iova % page {
                     return Err(libc::EINVAL);

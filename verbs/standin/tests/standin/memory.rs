@@ -11,6 +11,11 @@ use sys::ibv_wc_status as status;
 use crate::common::c;
 use crate::common::{BYTES, EVERYTHING, Net, Node, Work, connected, errno, statuses};
 
+fn page_bytes() -> usize {
+    // SAFETY: it takes a name and returns a number.
+    usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap()
+}
+
 #[test]
 fn requests_name_memory_by_iova() {
     let net = Net::pair();
@@ -56,7 +61,7 @@ fn a_dma_buf_is_the_file_behind_it() {
     let net = Net::pair();
     let (a, b) = (Node::new(&net, 0), Node::new(&net, 1));
     let (qa, _qb) = connected(&a, &b);
-    let page = rustix::param::page_size();
+    let page = page_bytes();
     let file = memfd_create("kv", MemfdFlags::CLOEXEC).unwrap();
     ftruncate(&file, 4 * page as u64).unwrap();
     let register = |offset: usize, bytes: usize, iova: usize| {
@@ -125,7 +130,7 @@ fn a_dma_buf_does_not_count_as_locked() {
 fn memory_that_is_not_mapped_cannot_be_registered() {
     let net = Net::pair();
     let node = Node::new(&net, 0);
-    let page = rustix::param::page_size();
+    let page = page_bytes();
     for addr in [page, usize::MAX - 2 * page] {
         let addr = std::ptr::without_provenance_mut(addr);
         assert!(c!(net.verbs, ibv_reg_mr(node.pd, addr, page, 1)).is_null());

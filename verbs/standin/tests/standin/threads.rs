@@ -13,6 +13,7 @@ const DEPTH: u64 = 8;
 const SLOT: usize = 64;
 
 /// What a peer has to know.
+#[derive(Clone, Copy)]
 struct Card {
     attr: kvferry_verbs_standin::sys::ibv_qp_attr,
     addr: u64,
@@ -31,6 +32,7 @@ fn engine(net: &Net, device: usize, send: &mpsc::Sender<Card>, receive: &mpsc::R
     attr.rq_psn = queue.setup.recv_psn;
     queue.connect_with(&attr);
     (0..DEPTH).for_each(|n| assert_eq!(queue.receive(n, 0..0), 0));
+    meet(send, receive, &peer);
     let (mut posted, mut done, mut arrived) = (0, 0, 0);
     while done < MESSAGES || arrived < MESSAGES {
         while posted < MESSAGES && posted - done < DEPTH {
@@ -69,7 +71,12 @@ fn engine(net: &Net, device: usize, send: &mpsc::Sender<Card>, receive: &mpsc::R
         node.has_event();
     }
     // The QP stays until the peer has heard its last answer.
-    send.send(peer).unwrap();
+    meet(send, receive, &peer);
+}
+
+/// Waits for the other engine to come here.
+fn meet(send: &mpsc::Sender<Card>, receive: &mpsc::Receiver<Card>, card: &Card) {
+    send.send(*card).unwrap();
     receive.recv().unwrap();
 }
 
