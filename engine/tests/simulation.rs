@@ -79,6 +79,7 @@ fn every_promise_holds_whatever_goes_wrong() {
         "verdict-unknown",
         "local-access",
         "remote-access",
+        "remote-operation",
         "receiver-not-ready",
         "shutdown",
     ] {

@@ -92,7 +92,10 @@ impl Run {
                 lost.get(&(reporter, other)).is_some_and(|&lost| lost > LANES_LOST_MAX)
                     || self.nodes[other].gone.iter().any(|&(peer, _)| peer == reporter)
             }),
-            Kind::LocalAccess | Kind::RemoteAccess | Kind::ReceiverNotReady => {
+            Kind::LocalAccess
+            | Kind::RemoteAccess
+            | Kind::RemoteOperation
+            | Kind::ReceiverNotReady => {
                 let key = receiver.zip(epoch);
                 key.is_some_and(|(receiver, epoch)| {
                     let culprit = (receiver, epoch, failure.kind.slug());
