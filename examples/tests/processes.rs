@@ -68,13 +68,18 @@ fn a_live_id_is_refused_on_both_sides_and_an_abort_frees_it() {
     decode.say(r#"{"cmd":"abort","room":7,"reason":"too late"}"#);
     assert!(decode.hear("room")["cause"].as_str().unwrap().contains("too late"));
     decode.hear("released");
+    // The session keeps its order: behind a grant that came later, the abort has come too.
+    decode.say(&take.replace("\"room\":7", "\"room\":8"));
+    prefill.say(&send.replace("\"room\":7", "\"room\":8"));
+    assert_eq!(decode.hear("room")["verdict"], "done");
+    assert_eq!(prefill.hear("room")["verdict"], "done");
     prefill.say(&send);
     prefill.say(&send);
     assert!(prefill.hear("error")["message"].as_str().unwrap().contains("live already"));
     decode.say(&take);
     assert_eq!(decode.hear("room")["verdict"], "done");
     let sent = prefill.hear("room");
-    assert_eq!((&sent["verdict"], &sent["epoch"]), (&"done".into(), &2.into()), "{sent}");
+    assert_eq!((&sent["verdict"], &sent["epoch"]), (&"done".into(), &3.into()), "{sent}");
 }
 
 #[test]
