@@ -256,6 +256,10 @@ pub(super) unsafe extern "C" fn ibv_query_qp(
         (*attr).qp_state = qp_state;
         (*attr).cur_qp_state = qp_state;
         (*attr).cap = cap;
+        // Of the next packets, as drivers report them (Linux, `drivers/infiniband/hw/mlx5/qp.c`:
+        // `query_qp_attr`).
+        (*attr).sq_psn = found.sq_psn;
+        (*attr).rq_psn = found.rq_psn;
         *init = sys::ibv_qp_init_attr {
             qp_context: (*qp).qp_context,
             send_cq: (*qp).send_cq,

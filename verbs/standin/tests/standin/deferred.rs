@@ -128,6 +128,19 @@ fn time_wakes_a_sleeper_whose_work_nobody_polls_along() {
 }
 
 #[test]
+fn a_deferred_request_that_nobody_answers_ends_by_the_clock() {
+    let net = deferred(0, 3);
+    let (a, b) = (Node::new(&net, 0), Node::new(&net, 1));
+    let (qa, qb) = connected(&a, &b);
+    drop(qb);
+    a.arm(false);
+    qa.post(&[qa.write(1, 0..8, &b)]).unwrap();
+    assert_eq!(net.world.step(1), 0);
+    a.sleep();
+    assert_eq!(statuses(&a.poll()), [(1, status::IBV_WC_RETRY_EXC_ERR)]);
+}
+
+#[test]
 fn a_request_without_a_receive_does_not_stop_other_qps() {
     let net = deferred(0, 3);
     let (a, b) = (Node::new(&net, 0), Node::new(&net, 1));

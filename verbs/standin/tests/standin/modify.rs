@@ -6,7 +6,7 @@ use sys::ibv_qp_state as qps;
 use sys::ibv_wc_status as status;
 
 use crate::common::{
-    Net, Node, Queue, Setup, TO_INIT, TO_RTR, TO_RTS, connected, connected_as, statuses,
+    Net, Node, Queue, Setup, TO_INIT, TO_RTR, TO_RTS, c, connected, connected_as, statuses,
 };
 
 const STATE: u32 = bits::IBV_QP_STATE.0;
@@ -225,6 +225,25 @@ fn a_qp_that_was_reset_alone_is_never_answered() {
     net.world.expire();
     assert_eq!(statuses(&a.poll()), [(2, status::IBV_WC_RETRY_EXC_ERR)]);
     assert_eq!(b.byte(0..8), 0);
+}
+
+#[test]
+fn a_query_tells_the_next_psns_and_what_was_granted() {
+    let net = Net::pair();
+    let (a, b) = (Node::new(&net, 0), Node::new(&net, 1));
+    let (qa, qb) = connected(&a, &b);
+    // Three packets of 1024 bytes, and one.
+    qa.post(&[qa.write(1, 0..2500, &b), qa.write(2, 0..8, &b)]).unwrap();
+    let query = |queue: &Queue<'_>| {
+        let (mut attr, mut init) = Default::default();
+        let (attr_at, init_at) = (&raw mut attr, &raw mut init);
+        assert_eq!(c!(net.verbs, ibv_query_qp(queue.qp, attr_at, 1, init_at)), 0);
+        let (attr, init): (sys::ibv_qp_attr, sys::ibv_qp_init_attr) = (attr, init);
+        assert_eq!((attr.retry_cnt, attr.port_num), (6, 1));
+        assert_eq!((init.cap.max_send_wr, init.cap.max_inline_data), (16, 64));
+        (attr.sq_psn, attr.rq_psn)
+    };
+    assert_eq!((query(&qa), query(&qb)), ((11, 7), (7, 11)));
 }
 
 #[test]

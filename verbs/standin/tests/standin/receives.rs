@@ -20,7 +20,9 @@ fn without_a_receive_a_request_waits_for_one_and_holds_up_those_behind_it() {
     qa.post(&[qa.send(1, 0..10), qa.write(2, 0..10, &b)]).unwrap();
     net.world.expire();
     assert_eq!((a.poll(), b.byte(0..10)), (vec![], 0));
+    a.arm(false);
     assert_eq!(qb.receive(70, 100..110), 0);
+    assert!(a.has_event(), "nobody has to poll");
     assert_eq!(statuses(&b.poll()), [(70, 0)]);
     assert_eq!(statuses(&a.poll()), [(1, 0), (2, 0)]);
     assert_eq!((b.byte(100..110), b.byte(0..10)), (1, 1));
@@ -174,6 +176,8 @@ fn a_request_that_waits_for_a_shared_receive_is_woken_by_one() {
     let (qa, _qb) = shared.connected(&a);
     qa.post(&[qa.send(1, 0..8)]).unwrap();
     assert_eq!(a.poll(), []);
+    a.arm(false);
     shared.post(70);
+    assert!(a.has_event(), "nobody has to poll");
     assert_eq!((statuses(&a.poll()), statuses(&b.poll())), (vec![(1, 0)], vec![(70, 0)]));
 }
