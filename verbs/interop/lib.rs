@@ -1,0 +1,1 @@
+//! Holds tests only: `tests/interop.rs`.
