@@ -100,7 +100,7 @@ impl PeerPool {
     }
 
     /// Where the peer's pages are. What does not fit the layout is not believed: such a pool's frames then
-    /// name no memory of the peer, and its NIC refuses them.
+    /// name no memory of the peer, and are not sent.
     fn locate(&mut self, memory: &[PoolMemory]) {
         let Pairing { layers, planes, remote_pool, .. } = &self.pairing;
         let Some(memory) = memory.get(usize::from(*remote_pool)) else { return };

@@ -158,21 +158,20 @@ impl RdmaFabric {
         }
         let lost = lane.take_lost();
         let (peer, waiting) = (lane.peer, std::mem::take(&mut lane.waiting));
-        let Fault { mut cause, culprit } =
+        let Fault { cause, culprit } =
             lane.fault.take().unwrap_or_else(|| Fault { cause: String::new(), culprit: None });
         let (id, number, tally, path) = (lane.id, lane.number, lane.tally(), lane.path);
-        if let Err(error) = lane.qp.destroy() {
-            // Nothing more can be done here than to say so: what the NIC may still do is not known.
-            self.stuck = true;
-            cause = format!("{cause}; the queue pair could not be destroyed: {error}");
-            tracing::error!(lane = number, %path, %error, "a queue pair could not be destroyed");
-        }
-        if let Err(error) = stopped {
-            tracing::debug!(lane = number, %error, "a queue pair did not stop before it was destroyed");
-        }
         self.free.push(slot);
         self.nics[nic].lanes -= 1;
         self.nics[nic].refill();
+        if let Err(error) = lane.qp.destroy() {
+            tracing::error!(lane = number, %path, %error, "a queue pair could not be destroyed");
+            // One that was stopped neither reads nor answers. Of one that was not, nothing is known, and
+            // the lane is never said to be down.
+            if stopped.is_err() {
+                return self.stuck.push(peer);
+            }
+        }
         // The worker puts each before the one it had before.
         let returned = waiting.into_iter().rev().map(Box::new);
         events.extend(returned.map(|posting| Event::Returned { peer, posting }));

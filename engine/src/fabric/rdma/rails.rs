@@ -91,7 +91,13 @@ pub enum RdmaError {
 impl RdmaError {
     /// Whether the host has no RDMA at all, rather than one that does not work.
     pub(crate) const fn is_absence(&self) -> bool {
-        matches!(self, Self::Library(_))
+        use kvferry_verbs::LibraryError as Library;
+        matches!(
+            self,
+            Self::Library(
+                Library::NoLibrary { .. } | Library::NoKernelSupport | Library::NoDevices
+            )
+        )
     }
 }
 
@@ -269,9 +275,9 @@ impl Rails {
             let (port, cause) = match event {
                 AsyncEvent::PortError { port } => (Some(port), Some("its port went down")),
                 AsyncEvent::PortActive { port } => (Some(port), None),
-                AsyncEvent::GidChange { port } => (Some(port), Some("its GIDs changed")),
-                AsyncEvent::LidChange { port } => (Some(port), Some("its LID changed")),
                 AsyncEvent::DeviceFatal => (None, Some("the device failed")),
+                // An address that was added or taken away is no fault of the rail. Lanes that need one
+                // that is gone fail by themselves, and the next pair of GIDs is offered.
                 _ => continue,
             };
             for (rail, of_rail) in self.rails.iter().enumerate() {

@@ -1,7 +1,7 @@
 //! From frames to work requests: one write for each stretch that is contiguous at the destination, its
 //! sources gathered, and behind the last a send of the frame's header. One doorbell a chain.
 
-use kvferry_verbs::{Batch, PostError, Sge};
+use kvferry_verbs::{PostError, Sge};
 
 use super::keys::KeyTable;
 use super::lane::{ANSWERS_MAX, Current, Fault, Flight, Lane, Stage, WRITE_SGES};
@@ -41,12 +41,12 @@ struct Hints {
 
 impl Lane {
     /// Posts what waits, as far as the queue has room, chain by chain.
-    pub(super) fn transmit(&mut self, slot: u32, local: &KeyTable, events: &mut Vec<Event>) {
+    pub(super) fn transmit(&mut self, slot: u32, events: &mut Vec<Event>) {
         while self.stage == Stage::Open && !self.is_closing() && self.wrs_free() > 0 {
             if self.current.is_none() && !self.next_frame() {
                 return;
             }
-            self.post_chain(slot, local, events);
+            self.post_chain(slot, events);
         }
     }
 
@@ -59,7 +59,7 @@ impl Lane {
 
     /// Posts one chain: the rest of the frame under way, and frames behind it, signalled at each frame's
     /// end and at the chain's.
-    fn post_chain(&mut self, slot: u32, local: &KeyTable, events: &mut Vec<Event>) {
+    fn post_chain(&mut self, slot: u32, events: &mut Vec<Event>) {
         let limit = self.wrs_free().min(CHAIN_WRS);
         let (start, generation) = (self.posted, self.generation);
         let mut headers = [[0u8; crate::wire::frame::HEADER_BYTES]; CHAIN_WRS as usize];
@@ -68,7 +68,7 @@ impl Lane {
         let mut sent = 0;
         let (mut fault, mut signalled) = (None, true);
         let sge_max = (self.qp.max_send_sge() as usize).min(WRITE_SGES as usize);
-        let Self { qp, remote, current, waiting, flights, dropped, bytes, .. } = self;
+        let Self { qp, local, remote, current, waiting, flights, dropped, bytes, .. } = self;
         let mut next_seq = self.sent;
         let mut wr = start;
         let mut batch = qp.batch();
@@ -95,7 +95,7 @@ impl Lane {
                 Ok(Some(write)) => {
                     let id = wr_id(slot, generation, wr);
                     let sges = &write.sges[..write.len];
-                    if push_write(&mut batch, id, sges, write.dst, write.rkey, last).is_err() {
+                    if batch.write(id, sges, write.dst, write.rkey, last).is_err() {
                         // Cannot be: both limits are kept above.
                         fault = Some(broken("a chain longer than the queue"));
                         break;
@@ -126,7 +126,7 @@ impl Lane {
         if !signalled && fault.is_none() {
             // A frame was given up, and nothing else would tell the end of its writes.
             let id = wr_id(slot, generation, wr);
-            match push_write(&mut batch, id, &[], 0, 0, true) {
+            match batch.write(id, &[], 0, 0, true) {
                 Ok(()) => wr += 1,
                 Err(error) => fault = Some(broken(&error.to_string())),
             }
@@ -177,7 +177,7 @@ impl Lane {
         let wr = self.posted;
         let id = wr_id(slot, self.generation, wr);
         let mut batch = self.qp.batch();
-        let pushed = push_write(&mut batch, id, &[], 0, 0, true).map(|()| batch.post());
+        let pushed = batch.write(id, &[], 0, 0, true).map(|()| batch.post());
         match pushed {
             Ok(Ok(())) => {
                 self.posted += 1;
@@ -194,17 +194,6 @@ impl Lane {
             self.fault = Some(fault);
         }
     }
-}
-
-fn push_write<'a>(
-    batch: &mut Batch<'a>,
-    id: u64,
-    sges: &[Sge],
-    dst: u64,
-    rkey: u32,
-    signal: bool,
-) -> Result<(), kvferry_verbs::BatchError> {
-    batch.write(id, sges, dst, rkey, signal)
 }
 
 fn broken(why: &str) -> Fault {
