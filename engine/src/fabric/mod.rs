@@ -226,6 +226,12 @@ pub(crate) trait Fabric {
     /// A pool is deregistered: what only it is in is not to be touched any more.
     fn forget_pool(&mut self, _map: &PageMap, _others: &[&PageMap]) {}
 
+    /// Whether something of a lane may be read or written for ever, so that rooms which wait for it are never
+    /// quiet: an engine that ends does not wait for them.
+    fn is_stuck(&self) -> bool {
+        false
+    }
+
     /// Closes every lane and waits until nothing of them is in flight. Says whether that could be: if
     /// not, the kernel may still read and write what the caller must then never free.
     fn close(&mut self) -> bool;

@@ -140,6 +140,10 @@ impl<D: Driver> Fabric for Routed<D> {
         progress
     }
 
+    fn is_stuck(&self) -> bool {
+        self.rdma.as_ref().is_some_and(RdmaFabric::is_stuck)
+    }
+
     fn close(&mut self) -> bool {
         let rdma = self.rdma.as_mut().is_none_or(RdmaFabric::close);
         self.tcp.close() && rdma

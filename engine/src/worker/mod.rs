@@ -184,8 +184,8 @@ impl<F: Fabric> Worker<F> {
     /// Whether the worker was told to stop, every room is released, and peers were told of theirs.
     pub(crate) fn is_stopped(&self) -> bool {
         self.stopping
-            && self.sending.rooms.is_empty()
-            && self.receiving.rooms.is_empty()
+            && (self.sending.rooms.is_empty() && self.receiving.rooms.is_empty()
+                || self.fabric.is_stuck())
             && !self.has_backlog()
     }
 

@@ -1,10 +1,12 @@
 //! Completions with errors: the room that is to blame fails, and no other. Scripted, so on the stand-in only.
 
-use kvferry::{Failure, FailureKind};
+use kvferry::{Failure, FailureKind, RoomHandle};
 use kvferry_verbs_standin::sys::{ibv_wc_status as status, ibv_wr_opcode as opcode};
-use kvferry_verbs_standin::{DeviceOptions, Fault, Mode, Pick, World, WorldOptions};
+use kvferry_verbs_standin::{Call, DeviceOptions, Fault, Mode, Pick, World, WorldOptions};
 
 use super::*;
+
+const EIO: i32 = 5;
 
 /// Rooms beside the one that fails.
 const NEIGHBOURS: u32 = 15;
@@ -128,6 +130,27 @@ fn a_queue_pair_that_breaks_by_itself_fails_no_room() {
         }
     });
     assert_eq!(failed.map(|(here, _)| here.to_string()), None);
+}
+
+#[test]
+fn pages_under_a_queue_pair_that_can_be_neither_stopped_nor_destroyed_are_never_said_to_be_quiet() {
+    let rails = Rails::stand_in(WorldOptions::pair().with(deferred));
+    let pair = rails.pair_with(64, |config| config.fence_after_ms(50u64));
+    until("lanes are open", || open_paths(&pair.prefill.engine).len() == 2);
+    let world = rails.world.as_ref().unwrap();
+    world.qps(0).iter().for_each(|qp| world.hold(0, qp.qp_num));
+    let crossing = start(&pair, 1, vec![3]);
+    wait(crossing.sending.write(Chunk::new(KV, vec![2], 0..1))).unwrap();
+    until("the write is posted", || world.qps(0).iter().any(|qp| qp.posted > qp.executed));
+    let stop = Call::ModifyQp(kvferry_verbs_standin::sys::ibv_qp_state::IBV_QPS_ERR);
+    world.fail_calls(0, stop, EIO, 0, u64::MAX);
+    world.fail_calls(0, Call::DestroyQp, EIO, 0, u64::MAX);
+    crossing.sending.abort("the client hung up");
+    wait(crossing.sending.done()).unwrap_err();
+    // Ten times what the fence takes.
+    let quiet = kvferry::block_on_timeout(crossing.sending.released(), Duration::from_millis(500));
+    assert!(quiet.is_none(), "nobody knows what the NIC still reads");
+    // Their engine ends all the same, and leaks what the NIC may still use.
 }
 
 #[test]

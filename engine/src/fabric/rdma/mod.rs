@@ -365,6 +365,10 @@ impl Fabric for RdmaFabric {
         progress
     }
 
+    fn is_stuck(&self) -> bool {
+        !self.stuck.is_empty()
+    }
+
     fn close(&mut self) -> bool {
         self.by_qp.clear();
         let mut closed = self.stuck.is_empty();
